@@ -1,0 +1,8 @@
+"""Callbacks for a fit that collects its own data."""
+
+from lit_collect.callbacks.learning_curve import LearningCurve
+from lit_collect.callbacks.monitor import CollectionMonitor
+from lit_collect.callbacks.progress import FrameProgress
+from lit_collect.callbacks.weight_sync import WeightSync
+
+__all__ = ["CollectionMonitor", "FrameProgress", "LearningCurve", "WeightSync"]

@@ -1,0 +1,54 @@
+"""What the callbacks of this package read from a data module, and how they find it and each other."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from tensordict import TensorDictBase
+
+C = TypeVar("C", bound=Callback)
+
+
+class Collection(Protocol):
+    """The part of `CollectorDataModule` that callbacks use."""
+
+    rollout_listeners: list[Callable[[TensorDictBase], None]]
+    """Called with each whole batch [N, T] before it is trained on."""
+    round_listeners: list[Callable[[TensorDictBase], None]]
+    """Called with each round of evaluation episodes [B, Tmax]."""
+    total_frames: int
+    """The budget over all ranks, -1 for none."""
+
+    @property
+    def frames_total(self) -> int:
+        """Frames handed out so far, over all ranks."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that act."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds spent so far in this process: ``env_s``, ``policy_s``, ``collect_s``, ``weight_sync_s``."""
+
+
+def find_collection(trainer: L.Trainer) -> Collection | None:
+    """The trainer's data module if it collects, else None."""
+    module = getattr(trainer, "datamodule", None)
+    return cast(Collection, module) if hasattr(module, "rollout_listeners") else None
+
+
+def find_callback(trainer: L.Trainer, kind: type[C]) -> C | None:
+    """The trainer's first callback of a kind, or None."""
+    return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)  # type: ignore[attr-defined]
+
+
+def gather_numbers(trainer: L.Trainer, numbers: Sequence[float]) -> list[list[float]]:
+    """The same numbers of every rank, rank by rank; all ranks must ask. A single process talks to nobody."""
+    if trainer.world_size == 1:
+        return [list(numbers)]
+    mine = torch.tensor(numbers, dtype=torch.float64, device=trainer.strategy.root_device)
+    gathered: list[list[float]] = trainer.strategy.all_gather(mine).tolist()
+    return gathered

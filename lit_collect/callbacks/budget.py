@@ -1,0 +1,27 @@
+"""`FrameBudget`: the run ends with its frames."""
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lit_collect.dataset import CollectorDataset
+
+
+class FrameBudget(Callback):
+    """Stops the fit after the last minibatch of the last batch, on all ranks together.
+
+    The data module adds it; there is nothing to configure.
+    """
+
+    def __init__(self) -> None:
+        self.stream: CollectorDataset | None = None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ask the stream; ranks collect equally many batches, so they all get here with the same answer."""
+        if self.stream is not None and self.stream.exhausted:
+            trainer.should_stop = trainer.strategy.reduce_boolean_decision(True)

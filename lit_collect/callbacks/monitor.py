@@ -1,0 +1,297 @@
+"""`CollectionMonitor`: logs frames, episodes, times and evaluations of the collection."""
+
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any, Literal, NamedTuple
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from tensordict import TensorDictBase
+from typing_extensions import override
+
+from lit_collect.callbacks._source import Collection, find_collection, gather_numbers
+from lit_collect.metrics import EpisodeStatistics, EpisodeTotals, Staleness, Throughput, episode_returns, staleness
+from lit_collect.metrics import summarise as summarise_episodes
+
+_NAMES: dict[str, dict[str, str]] = {
+    "lit": {},
+    "sb3": {
+        "collect/frames_total": "time/total_timesteps",
+        "episode/return_mean": "rollout/ep_rew_mean",
+        "episode/length_mean": "rollout/ep_len_mean",
+        "episode/count_total": "time/episodes",
+        "eval/return_mean": "eval/mean_reward",
+        "eval/length_mean": "eval/mean_ep_length",
+    },
+    "cleanrl": {
+        "collect/frames_total": "global_step",
+        "time/fps": "charts/SPS",
+        "episode/return_mean": "charts/episodic_return",
+        "episode/length_mean": "charts/episodic_length",
+        "eval/return_mean": "eval/episodic_return",
+        "eval/length_mean": "eval/episodic_length",
+    },
+}
+_SAVE_EVERY_S = 1.0  # loggers that keep rows in memory write them that often
+
+
+class _Interval(NamedTuple):
+    """What one rank spent since the last log, and how old its rows were."""
+
+    env_s: float
+    policy_s: float
+    collect_s: float
+    weight_sync_s: float
+    stale_total: float
+    stale_rows: float
+    stale_highest: float
+
+
+class CollectionMonitor(Callback):
+    """Logs the collection once per collected batch, and each evaluation, straight to the trainer's loggers.
+
+    The values also go to ``trainer.callback_metrics``, from the first batch on, so that ``ModelCheckpoint`` and
+    ``EarlyStopping`` can watch them: until the first episode has ended, ``episode/return_mean`` is the mean return so
+    far of the running ones. Frames count steps of env copies, over all ranks and without action repeat; returns are
+    undiscounted sums of stored rewards. ``time/fps`` includes training and evaluation, ``collect/fps`` does not.
+    Seconds are of the interval since the last log, the largest of all ranks. Evaluations are logged by the module
+    (``eval/...``), for validation and test alike.
+
+    Without a `CollectorDataModule` the callback does nothing.
+
+    Args:
+        names: whose names the keys have: ``"lit"``, or those of Stable-Baselines3 or CleanRL where these have one
+            for the same value; the others keep theirs.
+        window: number of last finished episodes that ``episode/...`` is about, at least 1.
+        prog_bar: also show the mean return in Lightning's own progress bars.
+
+    Raises:
+        ValueError: if there are no such names, or `window` is below 1.
+
+    Example:
+        >>> CollectionMonitor(window=10).latest
+        {}
+    """
+
+    def __init__(
+        self, names: Literal["lit", "sb3", "cleanrl"] = "lit", *, window: int = 100, prog_bar: bool = True
+    ) -> None:
+        if names not in _NAMES:
+            raise ValueError(f"monitor.names must be one of {tuple(_NAMES)}, got {names!r}")
+        if window < 1:
+            raise ValueError(f"monitor.window must be at least 1, got {window}")
+        self.latest: dict[str, float] = {}
+        """The last values under the names of ``"lit"``, whatever `names` is; a new dict with every log."""
+        self.evaluations = 0
+        """Evaluations that were logged."""
+        self._names = _NAMES[names]
+        self._prog_bar = prog_bar
+        self._episodes = EpisodeStatistics(window)
+        self._source: Collection | None = None
+        self._staleness = Staleness()
+        self._pending = False
+        self._forget_rounds()
+        self._begin_interval()
+
+    # --- Lightning's hooks --------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Listen to the data module; may be called again."""
+        self._detach()
+        self._source = find_collection(trainer)
+        if self._source is not None:
+            self._source.rollout_listeners.append(self._see_batch)
+            self._source.round_listeners.append(self._see_round)
+        self._begin_interval()
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure time from here on, without sanity check and set-up."""
+        if not self._pending:
+            self._begin_interval()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what was collected since the last call, if anything was."""
+        if self._pending:
+            self._log(trainer)
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log a last batch that was not trained on."""
+        if self._pending:
+            self._log(trainer)
+
+    @override
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the evaluation, unless it is the sanity check."""
+        self._log_evaluation(trainer, pl_module)
+
+    @override
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the evaluation."""
+        self._log_evaluation(trainer, pl_module)
+
+    @override
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Stop listening."""
+        self._detach()
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Stop listening: Lightning calls no teardown after an exception."""
+        self._detach()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The window of episodes and their number, as plain data."""
+        return {
+            "returns": self._episodes.returns.tolist(),
+            "lengths": self._episodes.lengths.tolist(),
+            "count_total": int(self._episodes.count_total),
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting; episodes that were running begin anew."""
+        self._episodes.restore(state_dict["returns"], state_dict["lengths"], state_dict["count_total"])
+
+    # --- listening ----------------------------------------------------------------------------------------------
+
+    def _see_batch(self, batch: TensorDictBase) -> None:
+        assert self._source is not None
+        self._episodes.update(batch)
+        self._staleness = self._staleness.joined(staleness(batch, self._source.policy_version))
+        self._pending = True
+
+    def _see_round(self, batch: TensorDictBase) -> None:
+        self._rounds.append(torch.stack(episode_returns(batch)).cpu())  # frames are exact in float64, too
+
+    def _detach(self) -> None:
+        if self._source is not None:
+            _discard(self._source.rollout_listeners, self._see_batch)
+            _discard(self._source.round_listeners, self._see_round)
+        self._source = None
+        self._pending = False
+        self._forget_rounds()
+
+    def _forget_rounds(self) -> None:
+        self._rounds = [torch.zeros(2, 0, dtype=torch.float64)]  # of each round the returns and the lengths
+
+    def _begin_interval(self) -> None:
+        self._throughput = Throughput()
+        self._staleness = Staleness()
+        self._seconds: dict[str, float] = {}
+        self._frames = 0
+        self._saved_at = monotonic()
+        if self._source is not None:
+            self._seconds = dict(self._source.seconds)
+            self._frames = self._source.frames_total
+            self._throughput.look(self._frames)
+
+    # --- logging ------------------------------------------------------------------------------------------------
+
+    def _log(self, trainer: L.Trainer) -> None:
+        assert self._source is not None
+        self._pending = False
+        mine = [*self._episodes.totals(), *self._spent(self._source.seconds), *self._staleness]
+        ranks = gather_numbers(trainer, mine)
+        split = len(EpisodeTotals._fields)
+        values = self._collected(self._source, _joined([_Interval(*rank[split:]) for rank in ranks]))
+        episodes = summarise_episodes([EpisodeTotals(*rank[:split]) for rank in ranks])
+        values.update({f"episode/{name}": value for name, value in episodes.items()})
+        self._episodes.begin_interval()
+        self._staleness = Staleness()
+        self._publish(trainer, values)
+
+    def _spent(self, seconds: Mapping[str, float]) -> list[float]:
+        """Seconds since the last log: env, policy, collection, weight sync."""
+        names, before = ("env_s", "policy_s", "collect_s", "weight_sync_s"), self._seconds
+        self._seconds = dict(seconds)
+        # A counter that is lower than it was has begun anew, with a new collector.
+        return [now - before[name] if (now := seconds[name]) >= before[name] else now for name in names]
+
+    def _collected(self, source: Collection, spent: _Interval) -> dict[str, float]:
+        """The values that are not about episodes."""
+        frames = source.frames_total
+        fresh, self._frames = frames - self._frames, frames
+        fps = self._throughput.look(frames)
+        wall_s = self._throughput.interval_s
+        values: dict[str, float] = {
+            "collect/frames_total": frames,
+            "time/env_s": spent.env_s,
+            "time/policy_s": spent.policy_s,
+            "time/wait_data_s": spent.collect_s,
+            "time/weight_sync_s": spent.weight_sync_s,
+            "policy/version": source.policy_version,
+            "policy/syncs_total": source.policy_version,
+            "workers/alive": 1,
+            "workers/restarts_total": 0,
+        }
+        if spent.collect_s > 0:
+            values["collect/fps"] = fresh / spent.collect_s
+        if fps is not None:  # in synchronous collection one waits while the other works
+            idle = min(spent.collect_s / wall_s, 1.0)
+            values.update({"time/fps": fps, "time/trainer_idle": idle, "time/collector_idle": 1.0 - idle})
+        if spent.stale_rows:
+            values["policy/staleness_mean"] = spent.stale_total / spent.stale_rows
+            values["policy/staleness_max"] = spent.stale_highest
+        return values
+
+    def _publish(self, trainer: L.Trainer, values: dict[str, float]) -> None:
+        self.latest = {**self.latest, **values}
+        named = {self._names.get(key, key): value for key, value in values.items()}
+        # One tensor for all: a tensor for each value would cost more than the rest of this callback.
+        tensors = torch.tensor(list(named.values()), dtype=torch.float64).unbind()
+        trainer.callback_metrics.update(zip(named, tensors, strict=True))
+        if self._prog_bar and "episode/return_mean" in values:
+            key = self._names.get("episode/return_mean", "episode/return_mean")
+            trainer.progress_bar_metrics[key] = values["episode/return_mean"]
+        if not trainer.is_global_zero:
+            return
+        now = monotonic()
+        due = now - self._saved_at >= _SAVE_EVERY_S
+        for logger in trainer.loggers:
+            logger.log_metrics(named, step=trainer.global_step)
+            if due:
+                logger.save()
+        if due:
+            self._saved_at = now
+
+    def _log_evaluation(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        returns, lengths = torch.cat(self._rounds, 1).numpy()
+        self._forget_rounds()
+        if trainer.sanity_checking or self._source is None:
+            return
+        ranks = gather_numbers(trainer, EpisodeTotals.of(returns, lengths))
+        summary = summarise_episodes([EpisodeTotals(*rank) for rank in ranks])
+        if not summary:
+            return
+        values = {
+            "eval/return_mean": summary["return_mean"],
+            "eval/return_std": summary["return_std"],
+            "eval/length_mean": summary["length_mean"],
+            "eval/episodes": float(summary["count"]),
+        }
+        self.latest = {**self.latest, **values}
+        self.evaluations += 1
+        pl_module.log_dict({self._names.get(key, key): value for key, value in values.items()}, batch_size=1)
+
+
+def _discard(listeners: list[Any], listener: Any) -> None:
+    if listener in listeners:
+        listeners.remove(listener)
+
+
+def _joined(ranks: list[_Interval]) -> _Interval:
+    """Of all ranks together: the longest times, all rows."""
+    if len(ranks) == 1:
+        return ranks[0]
+    longest = _Interval(*map(max, zip(*ranks, strict=True)))
+    return longest._replace(
+        stale_total=sum(rank.stale_total for rank in ranks), stale_rows=sum(rank.stale_rows for rank in ranks)
+    )

@@ -1,0 +1,82 @@
+"""`WeightSync`: the collectors act with what the optimizer has made."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+
+class WeightSync(Callback):
+    """Publishes the policy's weights after optimizer steps that really happened.
+
+    A step of any optimizer, under automatic or manual optimization, with accumulation or with AMP, marks the weights
+    as changed. In synchronous collection one snapshot goes out right before the next batch is collected, however
+    many steps there were: data are on-policy, and ``("collector", "policy_version")`` counts the snapshots.
+
+    A `CollectorDataModule` adds this callback if it finds none.
+
+    Args:
+        every_n_steps: publish after so many steps; matters to asynchronous collection only.
+        max_staleness: how many versions the acting weights may lag behind; synchronous collection never lags.
+
+    Raises:
+        ValueError: if `every_n_steps` is below 1 or `max_staleness` below 0.
+
+    Example:
+        >>> WeightSync(every_n_steps=0)
+        Traceback (most recent call last):
+        ...
+        ValueError: weight_sync.every_n_steps must be at least 1, got 0
+    """
+
+    def __init__(self, every_n_steps: int = 1, max_staleness: int | None = None) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"weight_sync.every_n_steps must be at least 1, got {every_n_steps}")
+        if max_staleness is not None and max_staleness < 0:
+            raise ValueError(f"weight_sync.max_staleness must be at least 0 or None, got {max_staleness}")
+        self.every_n_steps = every_n_steps
+        self.max_staleness = max_staleness
+        self._changed = False
+        self._handles: list[RemovableHandle] = []
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Watch the optimizers of this fit (Lightning makes new ones for each)."""
+        self._release()
+        self._handles = [optimizer.register_step_post_hook(self._mark) for optimizer in trainer.optimizers]
+
+    @override
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let the optimizers go."""
+        self._release()
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Let the optimizers go."""
+        self._release()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """A checkpoint brought other weights: publish them before the next batch."""
+        self._changed = True
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep, but not empty: Lightning hands back only what is there."""
+        return {"every_n_steps": self.every_n_steps}
+
+    def take_change(self) -> bool:
+        """Whether the weights changed since the last time this was asked."""
+        changed, self._changed = self._changed, False
+        return changed
+
+    def _mark(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._changed = True
+
+    def _release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

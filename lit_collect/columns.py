@@ -1,0 +1,152 @@
+"""Preallocated storage of one batch in the making, time first, and the views of it that one step needs.
+
+The views of every step are made once and kept: indexing a tensor or an array anew at each step costs more than the
+bookkeeping itself. A batch that is handed out is always a copy.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_collect.envs.base import Leaves, StepViews
+from lit_collect.envs.spaces import LeafSpec, TreeSpec
+from lit_collect.errors import FrameContractError
+from lit_collect.frames import Key
+
+
+class Columns:
+    """Storage for T steps of N env copies.
+
+    Args:
+        steps: T.
+        num_envs: N.
+        observation_spec: of one env copy.
+        action_spec: of one env copy.
+    """
+
+    def __init__(self, steps: int, num_envs: int, observation_spec: TreeSpec, action_spec: TreeSpec) -> None:
+        self.steps = steps
+        self._shape = (steps, num_envs)
+        self._action_leaves = action_spec.leaves
+        arrays = observation_spec.empty((steps + 1, num_envs))
+        self.observations = tuple(torch.from_numpy(array) for array in arrays)  # [T + 1, N, ...]
+        self.reward = np.zeros(self._shape, np.float32)
+        self.terminated = np.zeros(self._shape, bool)
+        self.truncated = np.zeros(self._shape, bool)
+        self.valid = np.ones(self._shape, bool)
+        self.outputs: dict[Key, Tensor] = {}  # [T, N, ...], the policy's; known after the first call of the policy
+        self.inputs = [tuple(leaf[t] for leaf in self.observations) for t in range(steps)]
+        self.slots = [
+            StepViews(
+                tuple(array[t + 1] for array in arrays),
+                self.reward[t],
+                self.terminated[t],
+                self.truncated[t],
+                self.valid[t],
+            )
+            for t in range(steps)
+        ]
+        self.actions: list[Leaves] = []
+        self._targets: dict[tuple[Key, ...], list[list[Tensor]]] = {}
+
+    def begin(self, observation: Sequence[np.ndarray]) -> None:
+        """Clear the flags and put the first observation in place."""
+        self.terminated.fill(False)
+        self.truncated.fill(False)
+        self.valid.fill(True)
+        self.reward.fill(0.0)
+        for column, leaf in zip(self.observations, observation, strict=True):
+            column[0].copy_(torch.from_numpy(leaf))
+
+    def last_observation(self, steps: int) -> Leaves:
+        """What the policy sees after `steps` steps: [N, ...] per leaf, copied."""
+        return tuple(leaf[steps].numpy().copy() for leaf in self.observations)
+
+    def targets(self, keys: tuple[Key, ...], values: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Where outputs with these keys are written: a list for each step, in the order of the keys.
+
+        Args:
+            keys: of the outputs.
+            values: [N, ...] each, one step of them; their shapes and dtypes are taken for what the policy always
+                gives.
+
+        Raises:
+            FrameContractError: if an output is no tensor of [N, ...], or an action does not fit its space.
+        """
+        known = self._targets.get(keys)
+        if known is None:
+            for key, value in zip(keys, values, strict=True):
+                if key not in self.outputs:
+                    self.outputs[key] = self._allocate(key, value)
+            known = self._targets[keys] = [[self.outputs[key][t] for key in keys] for t in range(self.steps)]
+            self.actions = self._action_views()
+        return known
+
+    def _allocate(self, key: Key, value: Tensor) -> Tensor:
+        leaf = next((leaf for leaf in self._action_leaves if leaf.key == key), None)
+        if leaf is not None:
+            _check_action(leaf, value, self._shape[1])
+        elif value.ndim == 0 or value.shape[0] != self._shape[1]:
+            raise FrameContractError(
+                f"the policy's {'.'.join(key)} must have one row for each of {self._shape[1]} env copies, "
+                f"got shape {tuple(value.shape)}"
+            )
+        dtype = value.dtype if leaf is None or leaf.dtype.kind == "f" else torch.from_numpy(np.empty(0, leaf.stored)).dtype
+        with torch.inference_mode(False):
+            return torch.zeros((*self._shape, *value.shape[1:]), dtype=dtype)
+
+    def _action_views(self) -> list[Leaves]:
+        missing = [leaf.key for leaf in self._action_leaves if leaf.key not in self.outputs]
+        if missing:
+            raise FrameContractError(
+                f"the policy gave no {'.'.join(missing[0])} : expected the leaves of the action space, "
+                f"got {['.'.join(key) for key in self.outputs]}"
+            )
+        arrays = [self.outputs[leaf.key].numpy() for leaf in self._action_leaves]
+        return [tuple(array[t] for array in arrays) for t in range(self.steps)]
+
+
+def store(values: Sequence[Tensor], targets: Sequence[Tensor], keys: Sequence[Key]) -> None:
+    """Copy one step of outputs into storage.
+
+    Raises:
+        FrameContractError: if a shape changed since the first step.
+    """
+    for value, target in zip(values, targets):  # noqa: B905  # the hot loop; both come from the same keys
+        if value.shape != target.shape:
+            key = keys[next(i for i, t in enumerate(targets) if t is target)]
+            raise FrameContractError(
+                f"the policy's {'.'.join(key)} changed its shape : expected {tuple(target.shape)}, "
+                f"got {tuple(value.shape)}"
+            )
+        target.copy_(value)
+
+
+def batch_major(column: Tensor) -> Tensor:
+    """[T, N, ...] -> a copy [N, T, ...], contiguous."""
+    return column.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+
+
+def flag(column: np.ndarray) -> Tensor:
+    """[T, N] -> a copy [N, T, 1]."""
+    return torch.from_numpy(column.T[..., None].copy())
+
+
+Act = Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
+Outputs = Mapping[Key, Tensor]
+
+
+def _check_action(leaf: LeafSpec, value: Tensor, num_envs: int) -> None:
+    name, expected = ".".join(leaf.key), (num_envs, *leaf.shape)
+    if tuple(value.shape) != expected:
+        hint = "; squeeze the last dimension" if tuple(value.shape) == (*expected, 1) else ""
+        raise FrameContractError(
+            f"the policy's {name} has a wrong shape : expected {expected} (env copies first), "
+            f"got {tuple(value.shape)}{hint}"
+        )
+    floating = value.is_floating_point()
+    if floating != (leaf.dtype.kind == "f"):
+        kind = "floating point" if leaf.dtype.kind == "f" else "integers"
+        raise FrameContractError(f"the policy's {name} has a wrong dtype : expected {kind}, got {value.dtype}")

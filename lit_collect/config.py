@@ -1,0 +1,259 @@
+"""Settings, grouped by who cares about them: frozen, keyword-only dataclasses that check themselves.
+
+They have no ``slots``: LightningCLI cannot parse a dataclass with slots.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Exploration = Literal["random", "mode", "mean", "deterministic"]
+_EXPLORATIONS = ("random", "mode", "mean", "deterministic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How one batch is collected.
+
+    Example:
+        >>> RolloutConfig(max_frames_per_traj=0)
+        Traceback (most recent call last):
+        ...
+        ValueError: rollout.max_frames_per_traj must be at least 1 or None, got 0
+    """
+
+    max_frames_per_traj: int | None = None
+    """Cut an episode after that many frames: truncated, not terminated (None: the env decides)."""
+    init_random_frames: int = 0
+    """Act at random for the first frames of the run, rounded up to whole steps of all env copies."""
+    reset_at_each_iter: bool = False
+    """Start every batch with fresh episodes."""
+    exploration: Exploration = "random"
+    """How an action is taken from a distribution; independent of train and eval mode."""
+    set_truncated: bool = False
+    """Mark the last step of every batch truncated, and go on under a new trajectory id."""
+    compact_obs: bool = False
+    """Leave out the successor observations that the following row repeats."""
+    clip_actions: bool = True
+    """Clip Box actions to their bounds on the way to the env; the batch keeps the raw sample."""
+    keep_float64: bool = False
+    """Store float64 observations as they are instead of as float32."""
+    info_keys: tuple[str, ...] = ()
+    """Values of the env's info that are stored with every row."""
+    check_finite: bool = False
+    """Raise when an observation or a reward is NaN or infinite."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without an env.
+
+        Raises:
+            ValueError: naming the setting and the value.
+        """
+        if self.max_frames_per_traj is not None:
+            _at_least("rollout.max_frames_per_traj", self.max_frames_per_traj, 1, or_none=True)
+        _at_least("rollout.init_random_frames", self.init_random_frames, 0)
+        _one_of("rollout.exploration", self.exploration, _EXPLORATIONS)
+        for name in ("compact_obs", "info_keys"):
+            if getattr(self, name):
+                raise ValueError(f"rollout.{name} is not available in this version; leave it at its default")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryConfig:
+    """Batches of whole trajectories instead of a fixed number of frames (not available in this version)."""
+
+    trajs_per_batch: int | None = None
+    """Trajectories in one batch."""
+    traj_format: Literal["cat", "padded"] = "cat"
+    """Rows of all trajectories one after the other, or one row of time per trajectory, padded."""
+    split_trajs: bool = False
+    """Split each fixed batch by trajectory."""
+    drop_stale: bool = False
+    """Leave out trajectories of which a part was acted by older weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """A replay buffer between the collector and the trainer (not available in this version)."""
+
+    capacity: int
+    """Rows that are kept."""
+    batch_size: int = 256
+    """Rows of one sample."""
+    slice_len: int | None = None
+    """Sample slices of consecutive rows of that length."""
+    sampler: str = "uniform"
+    """How rows are chosen."""
+    write_mode: Literal["rollout", "trajectory"] = "rollout"
+    """Write each batch at once, or whole trajectories."""
+    trajs_per_write: int | None = None
+    """Whole trajectories in one write."""
+    min_frames: int = 0
+    """Rows that must be there before the first sample."""
+    storage: str = "memory"
+    """Where the rows are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateConfig:
+    """What the loader makes of each collected batch.
+
+    Example:
+        >>> UpdateConfig(epochs=10, minibatch_size=64).epochs
+        10
+    """
+
+    epochs: int = 1
+    """Passes over each collected batch."""
+    minibatch_size: int | None = None
+    """Rows of one minibatch (None: the whole batch, with its time dimension)."""
+    shuffle: bool = True
+    """Draw the rows of the minibatches anew in each pass."""
+    updates_per_batch: int = 1
+    """Samples from the replay buffer for each collected batch."""
+
+    def __post_init__(self) -> None:
+        """Check the counts.
+
+        Raises:
+            ValueError: naming the setting and the value.
+        """
+        _at_least("updates.epochs", self.epochs, 1)
+        _at_least("updates.updates_per_batch", self.updates_per_batch, 1)
+        if self.minibatch_size is not None:
+            _at_least("updates.minibatch_size", self.minibatch_size, 1, or_none=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """Where the policy acts and where batches are kept (None: where the policy is; the CPU).
+
+    Only the policy's own device and the CPU are supported in this version.
+    """
+
+    policy: str | None = None
+    """Device the policy acts on."""
+    env: str | None = None
+    """Device of the env's tensors."""
+    storage: str | None = None
+    """Device of the batches."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is not there yet.
+
+        Raises:
+            ValueError: if a device other than the CPU is asked for.
+        """
+        for name in ("policy", "env", "storage"):
+            if getattr(self, name) not in (None, "cpu"):
+                raise ValueError(
+                    f"devices.{name}={getattr(self, name)!r} is not available in this version: expected None or 'cpu'"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Whole episodes on envs of their own, behind `val_dataloader` and `test_dataloader`.
+
+    Example:
+        >>> EvaluationConfig(num_episodes=20, num_envs=8)
+        Traceback (most recent call last):
+        ...
+        ValueError: evaluation.num_envs must divide num_episodes=20, got 8; use 5 or 10
+    """
+
+    num_episodes: int = 10
+    """Episodes of one evaluation."""
+    num_envs: int | None = None
+    """Env copies (None: all episodes at once, at most 10 copies); each plays the same number of episodes."""
+    exploration: Exploration = "deterministic"
+    """How actions are taken from a distribution."""
+    seed: int | None = None
+    """Entropy of the evaluation's seeds (None: the run's; the streams differ all the same)."""
+    max_frames: int | None = None
+    """Cut evaluation episodes after that many frames (None: the env decides)."""
+
+    def __post_init__(self) -> None:
+        """Check the counts.
+
+        Raises:
+            ValueError: naming the setting and the value.
+        """
+        _at_least("evaluation.num_episodes", self.num_episodes, 1)
+        _one_of("evaluation.exploration", self.exploration, _EXPLORATIONS)
+        if self.max_frames is not None:
+            _at_least("evaluation.max_frames", self.max_frames, 1, or_none=True)
+        if self.num_envs is not None:
+            _at_least("evaluation.num_envs", self.num_envs, 1, or_none=True)
+            if self.num_episodes % self.num_envs:
+                near = _nearest_divisors(self.num_episodes, self.num_envs)
+                raise ValueError(
+                    f"evaluation.num_envs must divide num_episodes={self.num_episodes}, got {self.num_envs}; use {near}"
+                )
+
+    @property
+    def copies(self) -> int:
+        """Env copies of one evaluation: `num_envs`, else the largest divisor of `num_episodes` up to 10."""
+        if self.num_envs is not None:
+            return self.num_envs
+        return max(n for n in range(1, 11) if self.num_episodes % n == 0)
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The two multiples of `unit` around `value`, in words (one if the lower is zero).
+
+    Example:
+        >>> nearest_multiples(100, 8)
+        '96 or 104'
+    """
+    lower = value // unit * unit
+    return f"{lower} or {lower + unit}" if lower else str(unit)
+
+
+def check_frames(frames_per_batch: int, total_frames: int, num_envs: int, copies_of_all_ranks: int) -> None:
+    """Check the two frame counts against the number of env copies.
+
+    Args:
+        frames_per_batch: frames of one batch of one rank.
+        total_frames: the whole budget over all ranks, -1 for none.
+        num_envs: env copies of one rank.
+        copies_of_all_ranks: env copies over all ranks.
+
+    Raises:
+        TypeError: if a count is no integer.
+        ValueError: naming the two nearest values that would do.
+    """
+    _at_least("num_envs", num_envs, 1, or_none=True)
+    _at_least("rollout.frames_per_batch", frames_per_batch, 1)
+    if frames_per_batch % num_envs:
+        raise ValueError(
+            f"rollout.frames_per_batch must be a multiple of num_envs={num_envs}, got {frames_per_batch}; "
+            f"use {nearest_multiples(frames_per_batch, num_envs)}"
+        )
+    if total_frames == -1:
+        return
+    if total_frames is None or total_frames == 0 or total_frames < -1:
+        raise ValueError(f"total_frames must be at least 1, or -1 for no limit, got {total_frames}")
+    if total_frames % copies_of_all_ranks:
+        raise ValueError(
+            f"total_frames must be a multiple of the {copies_of_all_ranks} env copies, got {total_frames}; "
+            f"use {nearest_multiples(total_frames, copies_of_all_ranks)}"
+        )
+
+
+def _at_least(name: str, value: int, least: int, *, or_none: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}{' or None' if or_none else ''}, got {value}")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _nearest_divisors(number: int, around: int) -> str:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < around][-1:]
+    above = [d for d in divisors if d > around][:1]
+    return " or ".join(map(str, below + above))

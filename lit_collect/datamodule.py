@@ -1,0 +1,395 @@
+"""`CollectorDataModule`: collected frames as ordinary Lightning data."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from time import perf_counter
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import EVAL_DATALOADERS
+from tensordict import TensorDictBase
+from typing_extensions import override
+
+from lit_collect.backends import Backend, resolve_backend
+from lit_collect.callbacks.budget import FrameBudget
+from lit_collect.callbacks.weight_sync import WeightSync
+from lit_collect.collector import Collector
+from lit_collect.config import (
+    DeviceConfig,
+    EvaluationConfig,
+    ReplayConfig,
+    RolloutConfig,
+    TrajectoryConfig,
+    UpdateConfig,
+    check_frames,
+)
+from lit_collect.dataset import CollectorDataset, CollectorLoader
+from lit_collect.envs.factories import EnvLike, resolve_env
+from lit_collect.envs.probe import SpaceProbe
+from lit_collect.envs.spaces import describe_space
+from lit_collect.errors import BudgetSpentError
+from lit_collect.evaluation import EvaluationLoader, Evaluator
+from lit_collect.seeding import Placement, Stage, resolve_entropy
+
+Listener = Callable[[TensorDictBase], None]
+_DEFAULT_ENVS = 8
+
+
+class CollectorDataModule(L.LightningDataModule):
+    """Feeds `Trainer.fit` with frames that the module's own policy collects.
+
+    An epoch is `batches_per_epoch` collected batches, each cut into minibatches as `updates` says; the next batch is
+    collected after the last minibatch was trained on, with the weights of that moment. The run stops with the budget.
+    Validation and test play whole episodes on envs of their own. Nothing is built before it is needed.
+
+    The policy is the LightningModule's ``policy`` attribute (or what its ``collector_policy()`` returns), unless one
+    is given. If the module defines ``prepare_rollout(batch) -> batch``, it sees each whole batch once, on the
+    trainer's device and without gradients.
+
+    Args:
+        env: a Gymnasium id, a dotted import path, a callable, an `EnvFactory`, a sequence of these (one for each
+            copy), or a live env (then without evaluation).
+        policy: who acts, if not the LightningModule's.
+        frames_per_batch: frames of one batch of one rank, a multiple of `num_envs`.
+        total_frames: the budget over all ranks, met to the frame; -1 for none.
+        num_envs: env copies of one rank. None takes what the env says, else 8.
+        updates: passes and minibatches.
+        rollout: how a batch is collected.
+        trajectories: whole trajectories instead of a fixed number of frames (not in this version).
+        replay: a replay buffer in between (not in this version).
+        devices: where things live.
+        evaluation: episodes of a validation or test run; None for none.
+        backend: where frames are collected.
+        batches_per_epoch: collected batches in one epoch. None takes the whole budget (1000 if there is none).
+        seed: reproduces the data; None takes the one of `seed_everything`, else a fresh one.
+
+    Raises:
+        ValueError: if a setting is out of range or two of them do not fit; the message names values that would do.
+        TypeError: if the env is of a kind that cannot be used.
+
+    Example:
+        >>> data = CollectorDataModule("CartPole-v1", num_envs=8, frames_per_batch=1024, total_frames=100_000,
+        ...                            updates=UpdateConfig(epochs=10, minibatch_size=64))
+        >>> len(data.train_dataloader())
+        15630
+    """
+
+    def __init__(
+        self,
+        env: EnvLike,
+        policy: Any = None,
+        *,
+        frames_per_batch: int = 2048,
+        total_frames: int = -1,
+        num_envs: int | None = None,
+        updates: UpdateConfig = UpdateConfig(),
+        rollout: RolloutConfig = RolloutConfig(),
+        trajectories: TrajectoryConfig | None = None,
+        replay: ReplayConfig | None = None,
+        devices: DeviceConfig = DeviceConfig(),
+        evaluation: EvaluationConfig | None = EvaluationConfig(),
+        backend: Backend | str = "auto",
+        batches_per_epoch: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._source = resolve_env(env)
+        self._num_envs = num_envs if num_envs is not None else self._source.num_envs
+        known = self._num_envs if self._num_envs is not None else _DEFAULT_ENVS if isinstance(env, str) else 1
+        check_frames(frames_per_batch, total_frames, known, known)
+        self._refuse_later(trajectories=trajectories, replay=replay)
+        self.frames_per_batch = frames_per_batch
+        self.total_frames = total_frames
+        self.rollout_listeners: list[Listener] = []
+        """Called with each whole batch [N, T] before it is trained on."""
+        self.round_listeners: list[Listener] = []
+        """Called with each round of evaluation episodes [B, Tmax]."""
+        self.seconds = {"env_s": 0.0, "policy_s": 0.0, "collect_s": 0.0, "weight_sync_s": 0.0}
+        """Seconds spent so far, in this process."""
+        self._policy = policy
+        self._rollout, self._updates, self._devices = rollout, updates, devices
+        self._evaluation = None if self._source.live else evaluation
+        self._backend = resolve_backend(backend)
+        self._entropy = resolve_entropy(seed) if seed is not None else None
+        self._probe = SpaceProbe(self._source)
+        self._collector: Collector | None = None
+        self._state: dict[str, Any] | None = None  # of the collector that was or is to come
+        self._evaluators: dict[Stage, Evaluator] = {}
+        self._stream = CollectorDataset(
+            self, batches_per_epoch=batches_per_epoch, updates=updates, total_frames=total_frames
+        )
+        self.save_hyperparameters(
+            {
+                "env": self._source.description,
+                "frames_per_batch": frames_per_batch,
+                "total_frames": total_frames,
+                "num_envs": num_envs,
+                "updates": asdict(updates),
+                "rollout": {**asdict(rollout), "info_keys": list(rollout.info_keys)},
+                "evaluation": None if evaluation is None else asdict(evaluation),
+                "batches_per_epoch": batches_per_epoch,
+            },
+            logger=False,
+        )
+
+    # --- what others read ---------------------------------------------------------------------------------------
+
+    @property
+    def observation_spec(self) -> dict[str, Any]:
+        """The observation space of one env copy as plain data. Makes one env, which becomes copy 0 of the training."""
+        return describe_space(self._probe.spaces()[0])
+
+    @property
+    def action_spec(self) -> dict[str, Any]:
+        """The action space of one env copy as plain data (see `observation_spec`)."""
+        return describe_space(self._probe.spaces()[1])
+
+    @property
+    def frames_total(self) -> int:
+        """Frames handed out so far, over all ranks."""
+        return self._yielded * self._world_size
+
+    @property
+    def frames_left(self) -> int | None:
+        """Frames of this rank until the budget is spent, None without one."""
+        return None if self.total_frames == -1 else self.total_frames // self._world_size - self._yielded
+
+    @property
+    def progress(self) -> float:
+        """How much of the budget was collected, from 0 to 1 (0 if there is none); drives schedules by frames."""
+        return 0.0 if self.total_frames == -1 else self.frames_total / self.total_frames
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that act."""
+        return self._counter("policy_version")
+
+    def statistics(self) -> dict[str, Any]:
+        """The collector's counters (see `Collector.statistics`); empty before the first batch."""
+        return {} if self._collector is None else self._collector.statistics()
+
+    def __str__(self) -> str:
+        """The settings. (Lightning's own text would iterate over the loaders, and so collect.)"""
+        return (
+            f"{type(self).__name__}(env={self._source.description!r}, num_envs={self._num_envs}, "
+            f"frames_per_batch={self.frames_per_batch}, total_frames={self.total_frames})"
+        )
+
+    # --- Lightning's hooks --------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> L.Trainer | None:
+        """The trainer this is attached to."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: L.Trainer | None) -> None:
+        """Be attached: add the callbacks without which nothing would work.
+
+        Raises:
+            TypeError: if the trainer is of the package ``pytorch_lightning``.
+        """
+        if trainer is not None and not isinstance(trainer, L.Trainer):
+            raise TypeError(
+                f"CollectorDataModule needs a Trainer of the package lightning, got {type(trainer).__module__}."
+                f"{type(trainer).__name__}; use `import lightning as L` and `L.Trainer`"
+            )
+        self._trainer = trainer
+        if trainer is not None:
+            self._add_callbacks(trainer)
+
+    @override
+    def train_dataloader(self) -> CollectorLoader:
+        """Minibatches of collected batches; the same stream at every call."""
+        return CollectorLoader(self._stream)
+
+    @override
+    def val_dataloader(self) -> EVAL_DATALOADERS:
+        """Rounds of evaluation episodes."""
+        return self._rounds("validate")
+
+    @override
+    def test_dataloader(self) -> EVAL_DATALOADERS:
+        """Rounds of evaluation episodes under seeds of their own."""
+        return self._rounds("test")
+
+    @override
+    def predict_dataloader(self) -> EVAL_DATALOADERS:
+        """Rounds of evaluation episodes under seeds of their own."""
+        return self._rounds("predict")
+
+    @override
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Give TensorDicts back the batch size that some precision plugins take from them, then ask the module."""
+        if isinstance(batch, TensorDictBase) and not batch.batch_size:
+            training = self.trainer is not None and self.trainer.training
+            batch.auto_batch_size_(batch_dims=self._stream.batch_dims if training else 2)
+        if self.trainer is None:
+            return batch
+        return self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, ids, versions and seeds as plain data."""
+        state = self._state if self._collector is None else self._collector.state_dict()
+        return {} if state is None else {"collector": state}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where another run was left (see `Collector.load_state_dict`)."""
+        self._state = state_dict.get("collector")
+        if self._collector is not None and self._state is not None:
+            self._collector.load_state_dict(self._state)
+
+    @override
+    def teardown(self, stage: str) -> None:
+        """Close all envs; a later fit builds new ones and goes on counting."""
+        self.close()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Close all envs: Lightning calls no teardown after an exception."""
+        self.close()
+
+    # --- collecting ---------------------------------------------------------------------------------------------
+
+    def collect(self) -> TensorDictBase:
+        """The next whole batch, prepared for training: publish changed weights, collect, prepare.
+
+        Raises:
+            BudgetSpentError: if no frames are left.
+        """
+        if self.frames_left == 0:
+            raise BudgetSpentError(f"all {self.total_frames} frames of total_frames have been collected")
+        began = perf_counter()
+        collector = self._started()
+        self._publish(collector)
+        batch = collector.collect()
+        statistics = collector.statistics()
+        self.seconds.update(env_s=statistics["env_s"], policy_s=statistics["policy_s"])
+        self.seconds["collect_s"] += perf_counter() - began
+        for listener in self.rollout_listeners:
+            listener(batch)
+        return self._prepared(batch)
+
+    def close(self) -> None:
+        """Close all envs; may be called again."""
+        collector, self._collector = self._collector, None
+        evaluators, self._evaluators = self._evaluators, {}
+        try:
+            if collector is not None:
+                self._state = collector.state_dict()
+                collector.shutdown()
+        finally:
+            self._probe.close()
+            for evaluator in evaluators.values():
+                evaluator.close()
+
+    def _started(self) -> Collector:
+        if self._collector is None:
+            self._collector = Collector(
+                self._probe.handed_over(),
+                self._acting_policy(),
+                frames_per_batch=self.frames_per_batch,
+                total_frames=-1 if self.total_frames == -1 else self.total_frames // self._world_size,
+                num_envs=self._num_envs,
+                rollout=self._rollout,
+                devices=self._devices,
+                backend=self._backend,
+                seed=self._place("train"),
+            )
+            if self._state is not None:
+                self._collector.load_state_dict(self._state)
+        return self._collector
+
+    def _publish(self, collector: Collector) -> None:
+        sync = self._callback(WeightSync)
+        if sync is not None and sync.take_change():
+            began = perf_counter()
+            collector.update_policy_weights_()
+            self.seconds["weight_sync_s"] += perf_counter() - began
+
+    def _prepared(self, batch: TensorDictBase) -> TensorDictBase:
+        if self.trainer is None:
+            return batch
+        device = self.trainer.strategy.root_device
+        batch = batch if batch.device == device else batch.to(device)
+        prepare = getattr(self.trainer.lightning_module, "prepare_rollout", None)
+        if prepare is None:
+            return batch
+        with torch.no_grad():
+            prepared = prepare(batch)
+        if not isinstance(prepared, TensorDictBase):
+            raise TypeError(f"prepare_rollout must return the batch as a TensorDict, got {type(prepared).__name__}")
+        return prepared
+
+    def _acting_policy(self) -> Any:
+        """The policy given, else the module's.
+
+        Raises:
+            TypeError: if there is neither.
+        """
+        if self._policy is not None:
+            return self._policy
+        module = None if self.trainer is None else self.trainer.lightning_module
+        if hasattr(module, "collector_policy"):
+            return module.collector_policy()
+        policy = getattr(module, "policy", None)
+        if policy is None:
+            raise TypeError(
+                f"there is no policy to act with : expected an attribute `policy` or a method `collector_policy` of "
+                f"{type(module).__name__}, or CollectorDataModule(policy=...)"
+            )
+        return policy
+
+    def _rounds(self, stage: Stage) -> EVAL_DATALOADERS:
+        if self._evaluation is None:
+            return []
+        if stage not in self._evaluators:
+            self._evaluators[stage] = Evaluator(
+                self._source, self._evaluation, self._rollout, self._acting_policy, self._place(stage)
+            )
+        return EvaluationLoader(self._evaluators[stage], self.round_listeners)
+
+    def _place(self, stage: Stage) -> Placement:
+        if self._entropy is None:
+            self._entropy = resolve_entropy(None)
+        entropy = self._entropy
+        if stage != "train" and self._evaluation is not None and self._evaluation.seed is not None:
+            entropy = self._evaluation.seed
+        rank = 0 if self.trainer is None else self.trainer.global_rank
+        return Placement(
+            entropy=entropy, stage=stage, rank=rank, world_size=self._world_size, default_envs=_DEFAULT_ENVS
+        )
+
+    @property
+    def _world_size(self) -> int:
+        return 1 if self.trainer is None else self.trainer.world_size
+
+    @property
+    def _yielded(self) -> int:
+        return self._counter("frames_yielded")
+
+    def _counter(self, name: str) -> int:
+        if self._collector is not None:
+            return self._collector.statistics()[name]
+        return 0 if self._state is None else self._state[name]
+
+    def _add_callbacks(self, trainer: L.Trainer) -> None:
+        for kind in (WeightSync, FrameBudget):
+            if self._callback(kind) is None:
+                trainer.callbacks.insert(0, kind())  # before the checkpoint callbacks, which Lightning keeps last
+        budget = self._callback(FrameBudget)
+        assert budget is not None
+        budget.stream = self._stream
+
+    def _callback(self, kind: type) -> Any:
+        callbacks = [] if self.trainer is None else self.trainer.callbacks
+        return next((callback for callback in callbacks if isinstance(callback, kind)), None)
+
+    @staticmethod
+    def _refuse_later(**settings: object) -> None:
+        for name, value in settings.items():
+            if value is not None:
+                raise ValueError(f"{name} is not available in this version : expected None, got {value!r}")

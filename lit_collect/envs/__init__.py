@@ -1,0 +1,1 @@
+"""Environments: the batched protocol inside, and the ways in from Gymnasium."""

@@ -1,0 +1,182 @@
+"""Our own vectoriser: N `gymnasium.Env` copies stepped in one loop, reset at once where an episode ends.
+
+It is the default, faster than `gymnasium.vector.SyncVectorEnv`, and it never spends a step on resetting.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from lit_collect.envs.base import BatchedEnv, Final, Leaves, StepViews
+from lit_collect.envs.spaces import TreeSpec
+from lit_collect.errors import FrameContractError, LitCollectError, WorkerFailedError
+
+
+class DirectEnv(BatchedEnv):
+    """N env copies in this process.
+
+    Args:
+        envs: the copies; they must share their spaces.
+        keep_float64: store float64 observations as they are instead of as float32.
+        max_frames_per_traj: cut episodes after that many frames (truncated, not terminated).
+        owned: whether `close` closes the copies.
+
+    Raises:
+        ValueError: if the spaces of two copies differ.
+        TypeError: if a space cannot be stored.
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[gymnasium.Env[Any, Any]],
+        *,
+        keep_float64: bool = False,
+        max_frames_per_traj: int | None = None,
+        owned: bool = True,
+    ) -> None:
+        self.envs = tuple(envs)
+        self.num_envs = len(self.envs)
+        self.observation_spec = TreeSpec.of(self.envs[0].observation_space, "observation", keep_float64=keep_float64)
+        self.action_spec = TreeSpec.of(self.envs[0].action_space, "action")
+        self._check_spaces()
+        self._steps = [env.step for env in self.envs]
+        self._limit = max_frames_per_traj
+        self._ages = [0] * self.num_envs  # frames of the running episodes; counted only under a limit
+        self._seen = self.observation_spec.empty((self.num_envs,))  # what reset() saw last, for partial resets
+        self._owned = owned
+        self._closed = False
+
+    def reset(self, seeds: Sequence[int | None] | None = None, mask: np.ndarray | None = None) -> Leaves:
+        """Reset all copies, or those of the mask (see `BatchedEnv.reset`)."""
+        for index in range(self.num_envs):
+            if mask is None or mask[index]:
+                leaves = self._reset_one(index, None if seeds is None else seeds[index])
+                for target, leaf in zip(self._seen, leaves, strict=True):
+                    target[index] = leaf
+        return tuple(leaf.copy() for leaf in self._seen)
+
+    def step_into(self, action: Leaves, views: StepViews) -> Sequence[Final]:
+        """Step all copies (see `BatchedEnv.step_into`)."""
+        actions = list(action[0]) if self.action_spec.is_plain else self._split(action)
+        if self.observation_spec.is_plain and self.observation_spec.leaves[0].shape:
+            return self._step_plain(actions, views)
+        return self._step_tree(actions, views)
+
+    def close(self) -> None:
+        """Close every copy, whatever the others do; the first error is raised at the end."""
+        if self._closed or not self._owned:
+            return
+        self._closed = True
+        failures = []
+        for index, env in enumerate(self.envs):
+            try:
+                env.close()
+            except Exception as error:  # the others must be closed all the same
+                failures.append(_failed(index, "close", error))
+        if failures:
+            raise failures[0]
+
+    def _step_plain(self, actions: list[Any], views: StepViews) -> list[Final]:
+        """The common case, one array observation: nothing but the work."""
+        spec = self.observation_spec.leaves[0]
+        shape, dtype = spec.shape, spec.dtype
+        obs_out, rewards, finals = views.obs[0], views.reward, []
+        index = 0
+        try:
+            for index, step in enumerate(self._steps):
+                obs, reward, terminated, truncated, _ = step(actions[index])
+                if type(obs) is not np.ndarray or obs.shape != shape or obs.dtype is not dtype:
+                    obs = spec.admit(obs)
+                if reward is None:
+                    raise FrameContractError("reward is None : expected a number")
+                rewards[index] = reward
+                if self._limit is not None:
+                    truncated = self._age(index, truncated)
+                if terminated or truncated:
+                    views.terminated[index] = terminated
+                    views.truncated[index] = truncated
+                    finals.append(Final(index, (np.array(obs, spec.stored),)))
+                    (obs,) = self._reset_one(index, None)
+                obs_out[index] = obs
+        except Exception as error:
+            raise self._explain(index, "step", error) from error
+        return finals
+
+    def _step_tree(self, actions: list[Any], views: StepViews) -> list[Final]:
+        """Observations of several arrays, and scalars."""
+        finals = []
+        index = 0
+        try:
+            for index, step in enumerate(self._steps):
+                obs, reward, terminated, truncated, _ = step(actions[index])
+                leaves = self._admit(obs)
+                if reward is None:
+                    raise FrameContractError("reward is None : expected a number")
+                views.reward[index] = reward
+                if self._limit is not None:
+                    truncated = self._age(index, truncated)
+                if terminated or truncated:
+                    views.terminated[index] = terminated
+                    views.truncated[index] = truncated
+                    copies = tuple(np.array(v, s.stored) for v, s in zip(leaves, self.observation_spec.leaves, strict=True))
+                    finals.append(Final(index, copies))
+                    leaves = self._reset_one(index, None)
+                for target, leaf in zip(views.obs, leaves, strict=True):
+                    target[index] = leaf
+        except Exception as error:
+            raise self._explain(index, "step", error) from error
+        return finals
+
+    def _reset_one(self, index: int, seed: int | None) -> Leaves:
+        self._ages[index] = 0
+        try:
+            answer = self.envs[index].reset(seed=seed)
+            if not (isinstance(answer, tuple) and len(answer) == 2):
+                raise FrameContractError(f"expected (observation, info), got {_brief(answer)}")
+            return self._admit(answer[0])
+        except Exception as error:
+            raise self._explain(index, "reset", error) from error
+
+    def _admit(self, obs: Any) -> Leaves:
+        spec = self.observation_spec
+        return tuple([leaf.admit(value) for leaf, value in zip(spec.leaves, spec.flatten(obs), strict=True)])
+
+    def _age(self, index: int, truncated: Any) -> Any:
+        self._ages[index] += 1
+        return truncated or self._ages[index] >= self._limit  # type: ignore[operator]  # only called under a limit
+
+    def _split(self, action: Leaves) -> list[Any]:
+        return [self.action_spec.unflatten([leaf[index] for leaf in action]) for index in range(self.num_envs)]
+
+    def _explain(self, index: int, doing: str, error: Exception) -> LitCollectError:
+        """Say whose fault it was: the env's own exception, or what it returned."""
+        if isinstance(error, WorkerFailedError):
+            return error
+        if isinstance(error, FrameContractError):
+            return FrameContractError(f"env copy {index}, {doing}: {error}")
+        if isinstance(error, (TypeError, ValueError)) and error.__traceback__ and error.__traceback__.tb_next is None:
+            # Raised in this file, not below it: the tuple could not be unpacked or the reward is no number.
+            return FrameContractError(
+                f"env copy {index}, {doing}: expected (observation, reward, terminated, truncated, info) "
+                f"with a number as the reward ({error})"
+            )
+        return _failed(index, doing, error)
+
+    def _check_spaces(self) -> None:
+        for index, env in enumerate(self.envs[1:], start=1):
+            for name in ("observation_space", "action_space"):
+                first, other = getattr(self.envs[0], name), getattr(env, name)
+                if first != other:
+                    raise ValueError(f"{name} of env copy {index} differs : expected {first} as in copy 0, got {other}")
+
+
+def _failed(index: int, doing: str, error: Exception) -> WorkerFailedError:
+    return WorkerFailedError(f"env copy {index} failed in {doing}: {type(error).__name__}: {error}")
+
+
+def _brief(value: object) -> str:
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
+
+

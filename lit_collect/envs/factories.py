@@ -1,0 +1,311 @@
+"""What a user may pass as `env`, and how it becomes a `BatchedEnv`: `GymEnvFactory`, `resolve_env`, `EnvSource`."""
+
+import contextlib
+import functools
+import importlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
+from gymnasium.vector import VectorEnv
+
+from lit_collect.config import RolloutConfig
+from lit_collect.envs.base import BatchedEnv, EnvFactory
+from lit_collect.envs.direct import DirectEnv
+from lit_collect.envs.vector import VectorEnvAdapter
+from lit_collect.errors import WorkerFailedError
+
+EnvMaker = str | EnvFactory | Callable[[], Any]
+"""One maker of envs: a Gymnasium id or dotted import path, a factory, or a callable without arguments."""
+
+# jsonargparse tries the members in order. Only this order, with the callable last, takes ids, dotted paths,
+# class_path mappings and lists of them, and dumps each so that it can be read again.
+EnvLike = str | EnvFactory | Sequence[EnvMaker] | Callable[[], Any]
+"""What `resolve_env` takes, as far as a YAML file can say it (live envs are accepted besides)."""
+
+_ACCEPTED = (
+    "a Gymnasium id ('CartPole-v1', 'namespace/Name-v0', 'module:Name-v0'), a dotted import path ('pkg.mod.make_env'), "
+    "a callable without arguments, an EnvFactory, a sequence of these (one for each env copy), "
+    "or a live gymnasium.Env or VectorEnv"
+)
+_VERSIONED = re.compile(r".*-v\d+")
+
+
+class GymEnvFactory(EnvFactory):
+    """Makes a registered Gymnasium env, with keyword arguments and wrappers.
+
+    Args:
+        env_id: a Gymnasium id; ``"module:Name-v0"`` imports the module that registers it.
+        make_kwargs: keyword arguments of `gymnasium.make`.
+        wrappers: applied in order, the first next to the env. Each is a callable that takes the env, the dotted
+            import path of one, or a mapping with ``class_path`` and ``init_args`` (given after the env).
+
+    Raises:
+        ValueError: if the id is unknown or deprecated.
+        TypeError: if a wrapper is none of the three.
+
+    Example:
+        >>> factory = GymEnvFactory("CartPole-v1", {"max_episode_steps": 20}, ["gymnasium.wrappers.FlattenObservation"])
+        >>> factory().observation_space.shape
+        (4,)
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        make_kwargs: dict[str, Any] | None = None,
+        wrappers: Sequence[str | dict[str, Any] | Callable[[Any], Any]] = (),
+    ) -> None:
+        _check_id(env_id)
+        self.env_id = env_id
+        self.make_kwargs = dict(make_kwargs or {})
+        self.wrappers = tuple(wrappers)
+        self._wrap = tuple(_wrapper(wrapper) for wrapper in self.wrappers)
+
+    def __call__(self) -> gymnasium.Env[Any, Any]:
+        """Make one env."""
+        # Gymnasium's passive checker is left out: what an env returns is checked here anyway, and more strictly.
+        env = gymnasium.make(self.env_id, **{"disable_env_checker": True, **self.make_kwargs})
+        for wrap in self._wrap:
+            env = wrap(env)
+        return env
+
+    def __repr__(self) -> str:
+        """The call that makes an equal factory."""
+        given = [repr(self.env_id)]
+        given += [f"make_kwargs={self.make_kwargs}"] if self.make_kwargs else []
+        given += [f"wrappers={list(self.wrappers)}"] if self.wrappers else []
+        return f"GymEnvFactory({', '.join(given)})"
+
+
+@dataclass(frozen=True)
+class EnvSource:
+    """A resolved `env`: how its copies are made, how many it says there are, and its name in plain text."""
+
+    makers: tuple[Callable[[], Any], ...]
+    """One for all copies, or one for each."""
+    num_envs: int | None
+    """What the env itself says: the length of a sequence, the copies of a live vector env, else None."""
+    live: bool
+    """Whether the env was made by the user, who then also closes it."""
+    description: str
+    """For configs and messages, for instance ``CartPole-v1``."""
+
+    def build(
+        self,
+        num_envs: int | None,
+        *,
+        rollout: RolloutConfig,
+        default_copies: int = 1,
+        indices: range | None = None,
+    ) -> BatchedEnv:
+        """Make the env copies in this process and put them under one roof.
+
+        Args:
+            num_envs: env copies of the rank (None: what the env says, else `default_copies`).
+            default_copies: env copies where nobody says how many.
+            rollout: gives `keep_float64` and `max_frames_per_traj`.
+            indices: which of these copies to make (None: all of them).
+
+        Raises:
+            ValueError: if `num_envs` is not what the env says, if a maker gives the same env twice, or if the envs
+                cannot be collected from as they are (see `DirectEnv` and `VectorEnvAdapter`).
+            TypeError: if a maker returns something that is no env.
+            WorkerFailedError: if a maker raises; the message names the env copy.
+        """
+        if num_envs is not None and self.num_envs is not None and num_envs != self.num_envs:
+            raise ValueError(
+                f"num_envs does not fit {self.description} : expected {self.num_envs} or None, got {num_envs}"
+            )
+        total = num_envs or self.num_envs or (1 if self.live else default_copies)
+        indices = range(total) if indices is None else indices
+        if self.live and indices != range(total):
+            raise ValueError(f"a live env cannot be split over workers, got {self.description}; pass what makes it")
+        envs: list[Any] = []
+        try:
+            for index in indices:
+                envs.append(self.make(index))
+                if isinstance(envs[0], VectorEnv):
+                    return self._adapt(envs[0], None if num_envs is None else len(indices), rollout)
+                self._check(envs, index)
+            return DirectEnv(
+                envs,
+                keep_float64=rollout.keep_float64,
+                max_frames_per_traj=rollout.max_frames_per_traj,
+                owned=not self.live,
+            )
+        except BaseException:
+            if not self.live:
+                _close_all(envs)
+            raise
+
+    def make(self, index: int) -> Any:
+        """Make one env copy, or the vector env that holds them all.
+
+        Raises:
+            WorkerFailedError: if the maker raises.
+        """
+        maker = self.makers[index if len(self.makers) > 1 else 0]
+        try:
+            return maker()
+        except Exception as error:
+            raise WorkerFailedError(
+                f"env copy {index} failed in its constructor: {type(error).__name__}: {error}"
+            ) from error
+
+    def _adapt(self, env: VectorEnv[Any, Any, Any], copies: int | None, rollout: RolloutConfig) -> VectorEnvAdapter:
+        if len(self.makers) > 1 or (self.num_envs is not None and not self.live):
+            raise TypeError(f"a sequence holds makers of single envs : expected gymnasium.Env, got {env}")
+        if copies is not None and copies != env.num_envs:
+            raise ValueError(
+                f"num_envs does not fit {self.description}, a vector env of {env.num_envs} copies : "
+                f"expected {env.num_envs} or None, got {copies}"
+            )
+        return VectorEnvAdapter(
+            env,
+            keep_float64=rollout.keep_float64,
+            max_frames_per_traj=rollout.max_frames_per_traj,
+            owned=not self.live,
+        )
+
+    def _check(self, envs: Sequence[Any], index: int) -> None:
+        env = envs[-1]
+        if not isinstance(env, gymnasium.Env):
+            raise TypeError(
+                f"{self.description} made no env for copy {index} : expected gymnasium.Env"
+                f"{'' if len(envs) > 1 else ' or VectorEnv'}, got {_named(env)}"
+            )
+        if any(env is other for other in envs[:-1]):
+            raise ValueError(
+                f"{self.description} gave the same env twice, at copy {index} : every copy needs an env of its own; "
+                f"make the env inside the callable"
+            )
+
+
+def resolve_env(env: Any) -> EnvSource:
+    """Turn what a user passed as `env` into an `EnvSource`, without making an env.
+
+    Args:
+        env: a Gymnasium id, a dotted import path, a callable without arguments, an `EnvFactory`, a sequence of these
+            (one for each env copy), or a live `gymnasium.Env` or `gymnasium.vector.VectorEnv`.
+
+    Raises:
+        ValueError: if an id is unknown, a path leads nowhere, or a sequence is empty.
+        TypeError: if it is none of the above.
+
+    Example:
+        >>> resolve_env("CartPole-v1").description
+        'CartPole-v1'
+        >>> resolve_env(["CartPole-v1", "Acrobot-v1"]).num_envs
+        2
+    """
+    if isinstance(env, EnvSource):
+        return env
+    if isinstance(env, VectorEnv):
+        return EnvSource((functools.partial(_same, env),), env.num_envs, True, str(env))
+    if isinstance(env, gymnasium.Env):
+        return EnvSource((functools.partial(_same, env),), None, True, str(env))
+    if isinstance(env, Sequence) and not isinstance(env, (str, bytes)):
+        if not env:
+            raise ValueError(f"env is an empty sequence : expected {_ACCEPTED}")
+        makers = [_maker(one) for one in env]
+        names = ", ".join(_describe(one) for one in env)
+        return EnvSource(tuple(makers), len(makers), False, f"[{names}]")
+    return EnvSource((_maker(env),), None, False, _describe(env))
+
+
+def _maker(env: Any) -> Callable[[], Any]:
+    """What makes the env, for everything but live envs and sequences."""
+    if isinstance(env, str):
+        if _VERSIONED.fullmatch(env) or env in gymnasium.registry or "." not in env or "/" in env or ":" in env:
+            return GymEnvFactory(env)
+        env = _import(env)
+    if isinstance(env, type) and issubclass(env, EnvFactory):
+        return env()
+    if callable(env) and not isinstance(env, (gymnasium.Env, VectorEnv)):
+        return env  # type: ignore[no-any-return]
+    raise TypeError(f"env is of the wrong kind : expected {_ACCEPTED}, got {_named(env)}")
+
+
+def _describe(env: Any) -> str:
+    if isinstance(env, str):
+        return env
+    if isinstance(env, GymEnvFactory):
+        return env.env_id if not (env.make_kwargs or env.wrappers) else repr(env)
+    if isinstance(env, functools.partial):
+        return f"{_describe(env.func)}(...)"
+    if hasattr(env, "__qualname__"):
+        return f"{env.__module__}.{env.__qualname__}"
+    return f"{type(env).__module__}.{type(env).__qualname__}(...)"
+
+
+def _check_id(env_id: str) -> None:
+    """Raise what `gymnasium.make` would raise, but now."""
+    if not isinstance(env_id, str):
+        raise TypeError(f"env_id must be a string, got {env_id!r}")
+    module, _, name = env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        namespace, base, version = parse_env_id(name)
+        if version is None and name not in gymnasium.registry:  # means the newest
+            name = get_env_id(namespace, base, find_highest_version(namespace, base))
+        gymnasium.spec(name)
+    except (gymnasium.error.Error, ImportError) as error:
+        raise ValueError(f"env {env_id!r} is unknown : {error}") from error
+
+
+def _import(path: str) -> Any:
+    """Import ``pkg.mod.name`` (also a name inside a class)."""
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:end])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (module_name + ".").startswith(error.name + "."):
+                raise  # the module is there, but something that it imports is not
+            continue
+        for part in parts[end:]:
+            if not hasattr(found, part):
+                raise ValueError(f"{path!r} cannot be imported : {_name_of(found)} has no attribute {part!r}")
+            found = getattr(found, part)
+        return found
+    raise ValueError(f"{path!r} cannot be imported : there is no module {parts[0]!r}; expected {_ACCEPTED}")
+
+
+def _wrapper(wrapper: str | Mapping[str, Any] | Callable[[Any], Any]) -> Callable[[Any], Any]:
+    if isinstance(wrapper, Mapping):
+        if "class_path" not in wrapper or set(wrapper) - {"class_path", "init_args"}:
+            raise ValueError(f"a wrapper must be a mapping of class_path and init_args, got {dict(wrapper)}")
+        return functools.partial(_apply, _import(wrapper["class_path"]), dict(wrapper.get("init_args") or {}))
+    found = _import(wrapper) if isinstance(wrapper, str) else wrapper
+    if not callable(found):
+        raise TypeError(f"a wrapper must be a callable, a dotted import path or a mapping, got {wrapper!r}")
+    return found
+
+
+def _apply(wrap: Callable[..., Any], init_args: Mapping[str, Any], env: Any) -> Any:
+    return wrap(env, **init_args)
+
+
+def _same(env: Any) -> Any:
+    return env
+
+
+def _close_all(envs: Sequence[Any]) -> None:
+    """Close what was built when the rest could not be; the error that led here is the one to be seen."""
+    for env in envs:
+        with contextlib.suppress(Exception):
+            env.close()
+
+
+def _named(value: object) -> str:
+    return f"the class {value.__qualname__}" if isinstance(value, type) else f"{value!r} ({type(value).__name__})"
+
+
+def _name_of(found: Any) -> str:
+    return str(getattr(found, "__name__", found))

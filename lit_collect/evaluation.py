@@ -1,0 +1,144 @@
+"""Evaluation: whole episodes on env copies of their own, the same number on each."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from lit_collect.config import EvaluationConfig, RolloutConfig
+from lit_collect.envs.factories import EnvSource
+from lit_collect.frames import MASK, NEXT_DONE
+from lit_collect.rollout import RolloutRunner
+from lit_collect.seeding import RandomStream, Placement, acting_seed, env_seeds
+from lit_collect.worker import WorkerSpec, build_runner
+
+_CHUNK = 32  # steps between two looks whether every copy has finished
+
+
+class Evaluator:
+    """Plays rounds: one whole episode on each env copy.
+
+    Every run plays episodes of the same seeds, so that two evaluations differ by the policy alone, and how often one
+    evaluates changes nothing. The first episode of each copy counts whatever its length, so that short episodes are
+    not favoured.
+
+    Args:
+        source: makes the envs; not a live one.
+        config: how many episodes, on how many copies.
+        rollout: how actions reach the env.
+        policy: gives who acts, when the first round is played.
+        place: whose random numbers these are.
+    """
+
+    def __init__(
+        self,
+        source: EnvSource,
+        config: EvaluationConfig,
+        rollout: RolloutConfig,
+        policy: Callable[[], Any],
+        place: Placement,
+    ) -> None:
+        self._source = source
+        self._config = config
+        self._rollout = RolloutConfig(
+            max_frames_per_traj=config.max_frames if config.max_frames is not None else rollout.max_frames_per_traj,
+            exploration=config.exploration,
+            clip_actions=rollout.clip_actions,
+            keep_float64=rollout.keep_float64,
+        )
+        self._policy = policy
+        self._place = place
+        self._runner: RolloutRunner | None = None
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of one evaluation; with a fixed number of copies at least `num_episodes` are played."""
+        return -(-self._config.num_episodes // (self._source.num_envs or self._config.copies))
+
+    def rounds(self) -> Iterator[TensorDictBase]:
+        """Play all episodes, one round at a time.
+
+        Yields:
+            [B, Tmax] as `lit_collect.frames` describes it, padded, with ("collector", "mask"); B = env copies, Tmax
+            = the longest episode of the round.
+        """
+        runner = self._started()
+        for number in range(self.num_rounds):
+            runner.reseed(
+                env_seeds(self._place.entropy, self._place.stage, runner.indices, number),
+                RandomStream(acting_seed(self._place.entropy, self._place.stage, runner.indices.start, number)),
+            )
+            yield first_episodes(_play_until_all_ended(runner))
+
+    def close(self) -> None:
+        """Close the envs; may be called again, and `rounds` builds new ones."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            runner.close()
+
+    def _started(self) -> RolloutRunner:
+        if self._runner is None:
+            copies = None if self._source.num_envs is not None else self._config.copies
+            self._runner = build_runner(
+                WorkerSpec(
+                    source=self._source,
+                    policy=self._policy(),
+                    rollout=self._rollout,
+                    num_envs=copies,
+                    place=self._place,
+                )
+            )
+        return self._runner
+
+
+class EvaluationLoader:
+    """The rounds of one evaluation as a sized iterable."""
+
+    def __init__(self, evaluator: Evaluator, listeners: list[Callable[[TensorDictBase], None]]) -> None:
+        self._evaluator = evaluator
+        self._listeners = listeners
+
+    def __len__(self) -> int:
+        """Rounds."""
+        return self._evaluator.num_rounds
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Play from the first round on; nothing happens before it is asked for."""
+        for batch in self._evaluator.rounds():
+            for listener in self._listeners:
+                listener(batch)
+            yield batch
+
+
+def first_episodes(batch: TensorDictBase) -> TensorDictBase:
+    """Cut a batch [N, T] to the first episode of each copy, padded to the longest.
+
+    Args:
+        batch: in which every copy has ended at least once.
+
+    Returns:
+        [N, Tmax] with ("collector", "mask") [N, Tmax] bool; padding rows are zero.
+    """
+    done = batch[NEXT_DONE].squeeze(-1)
+    before = done.cumsum(-1) - done.long()  # episodes that ended before this row
+    mask = before == 0
+    if MASK in batch.keys(include_nested=True):
+        mask = mask & batch[MASK]
+    longest = int(mask.any(0).nonzero().max()) + 1
+    cut = batch[:, :longest].clone()
+    mask = mask[:, :longest].contiguous()
+    cut = cut.apply(lambda leaf: leaf.masked_fill(~mask.reshape(*mask.shape, *[1] * (leaf.ndim - 2)), 0))
+    cut[MASK] = mask
+    return cut
+
+
+def _play_until_all_ended(runner: RolloutRunner) -> TensorDict:
+    chunks: list[TensorDict] = []
+    ended = np.zeros(runner.env.num_envs, bool)
+    while not ended.all():
+        chunk = runner.collect(_CHUNK, version=0)
+        ended |= chunk[NEXT_DONE].squeeze(-1).any(-1).numpy()
+        chunks.append(chunk)
+    return torch.cat(chunks, dim=1)

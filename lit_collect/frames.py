@@ -1,0 +1,134 @@
+"""The batch contract: keys, shapes and dtypes of what is collected. Every other module speaks this language.
+
+Legend: N = env copies (over all workers of one rank), T = steps of each copy, B = episodes, M = rows of a minibatch.
+An unbatched env leaves N out. The last batch dimension is named "time". The layout is TorchRL's TED.
+"""
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from lit_collect.errors import FrameContractError
+
+Key = tuple[str, ...]
+"""The path of a leaf in a TensorDict."""
+
+OBSERVATION: Key = ("observation",)  # [N, T, ...] what the policy saw (a Dict space gives its own keys instead)
+ACTION: Key = ("action",)  # [N, T, ...] the policy's raw sample
+DONE: Key = ("done",)  # [N, T, 1] bool, state before the step
+TERMINATED: Key = ("terminated",)  # [N, T, 1] bool, state before the step
+TRUNCATED: Key = ("truncated",)  # [N, T, 1] bool, state before the step
+IS_INIT: Key = ("is_init",)  # [N, T, 1] bool, first row of an episode
+NEXT_REWARD: Key = ("next", "reward")  # [N, T, 1] float32, for the action of the same row, unaltered
+NEXT_DONE: Key = ("next", "done")  # [N, T, 1] bool, terminated or truncated: where to cut, never whether to bootstrap
+NEXT_TERMINATED: Key = ("next", "terminated")  # [N, T, 1] bool, the value of the successor is 0
+NEXT_TRUNCATED: Key = ("next", "truncated")  # [N, T, 1] bool, cut from outside: bootstrap from the successor
+TRAJ_IDS: Key = ("collector", "traj_ids")  # [N, T] int64, k-th trajectory of global env g: k * G + g; -1: no transition
+POLICY_VERSION: Key = ("collector", "policy_version")  # [N, T] int64, version of the weights that acted; -1: at random
+MASK: Key = ("collector", "mask")  # [N, T] bool, only where rows may be padding or no transition
+
+RESERVED = frozenset({"action", "done", "terminated", "truncated", "is_init", "next", "collector"})
+"""Names at the root of a batch that an env's own keys may not take."""
+
+_ROWS: dict[Key, torch.dtype] = {
+    DONE: torch.bool,
+    TERMINATED: torch.bool,
+    TRUNCATED: torch.bool,
+    IS_INIT: torch.bool,
+    NEXT_REWARD: torch.float32,
+    NEXT_DONE: torch.bool,
+    NEXT_TERMINATED: torch.bool,
+    NEXT_TRUNCATED: torch.bool,
+}
+_COLUMNS: dict[Key, torch.dtype] = {TRAJ_IDS: torch.int64, POLICY_VERSION: torch.int64}
+
+
+def is_private(key: Key) -> bool:
+    """Whether a key stays inside the collector: any part of it begins with an underscore."""
+    return any(part.startswith("_") for part in key)
+
+
+def valid_rows(batch: TensorDictBase) -> torch.Tensor | None:
+    """The mask of rows that are transitions, bool with the batch's shape, or None if all of them are."""
+    return batch.get(MASK, None)
+
+
+def count_frames(batch: TensorDictBase) -> int:
+    """How many transitions a batch holds (masked rows are none)."""
+    mask = valid_rows(batch)
+    return batch.numel() if mask is None else int(mask.sum())
+
+
+def check_batch(batch: TensorDictBase) -> None:
+    """Raise if a batch breaks the contract.
+
+    Checks the keys, shapes and dtypes of this module, and what must hold between rows of one env copy: done is
+    terminated or truncated, ids change exactly where an episode begins, and an observation is the successor of the
+    row before it unless an episode ended there.
+
+    Args:
+        batch: [N, T] or [T], as a collector yields it.
+
+    Raises:
+        FrameContractError: naming the key, what was expected and what was got.
+    """
+    shape = batch.batch_size
+    for rows, tail in ((_ROWS, (1,)), (_COLUMNS, ())):
+        for key, dtype in rows.items():
+            value = batch.get(key, None)
+            if value is None:
+                raise FrameContractError(f"a batch lacks the key {key}")
+            if value.shape != shape + tail or value.dtype != dtype:
+                raise FrameContractError(
+                    f"{key} must be {dtype} with shape {tuple(shape + tail)}, "
+                    f"got {value.dtype} with shape {tuple(value.shape)}"
+                )
+    if not torch.equal(batch[NEXT_DONE], batch[NEXT_TERMINATED] | batch[NEXT_TRUNCATED]):
+        raise FrameContractError(f"{NEXT_DONE} must be terminated or truncated in every row")
+    _check_succession(batch)
+
+
+def _check_succession(batch: TensorDictBase) -> None:
+    """Rows of one env copy follow each other within a trajectory, and never across two."""
+    ids, mask = batch[TRAJ_IDS], valid_rows(batch)
+    same = ids[..., 1:] == ids[..., :-1]
+    if mask is not None:
+        same = same & mask[..., 1:] & mask[..., :-1]
+    if (same & batch[NEXT_DONE][..., :-1, 0]).any():
+        raise FrameContractError(f"{TRAJ_IDS} must change after the last row of an episode")
+    successors = batch["next"]
+    for key in successors.keys(include_nested=True, leaves_only=True):
+        path = key if isinstance(key, tuple) else (key,)
+        if path[0] in ("reward", "done", "terminated", "truncated"):
+            continue
+        if not torch.equal(_rows(successors, path, same, 0), _rows(batch, path, same, 1)):
+            raise FrameContractError(f"{path} must be the successor of the row before it within a trajectory")
+
+
+def _rows(data: TensorDictBase, key: Key, chosen: torch.Tensor, offset: int) -> torch.Tensor:
+    """Values of the chosen neighbouring rows: the earlier ones (offset 0) or the later ones (offset 1)."""
+    dim = chosen.ndim - 1
+    value = data[key]
+    return value.narrow(dim, offset, value.shape[dim] - 1)[chosen]
+
+
+def to_numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """The NumPy dtype of a torch dtype."""
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def flatten_rows(batch: TensorDictBase) -> TensorDictBase:
+    """All transitions of a batch as one dimension of rows, masked rows left out.
+
+    Args:
+        batch: [N, T] or [T].
+
+    Returns:
+        [M], env copy by env copy in the order of time.
+
+    Example:
+        >>> flatten_rows(TensorDict({"reward": torch.zeros(2, 3, 1)}, batch_size=[2, 3])).batch_size
+        torch.Size([6])
+    """
+    mask = valid_rows(batch)
+    return batch.reshape(-1) if mask is None else batch[mask]

@@ -1,0 +1,324 @@
+"""What is measured on collected data: episodes, the age of rows, throughput. Runs on the CPU, next to the collector.
+
+Legend: see `lit_collect.frames`. Returns are undiscounted sums of stored rewards in float64.
+"""
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchmetrics import Metric
+
+from lit_collect.frames import IS_INIT, MASK, NEXT_DONE, NEXT_REWARD, POLICY_VERSION, Key, valid_rows
+
+
+class EpisodeTotals(NamedTuple):
+    """Sums and counts over episodes: what one rank has to tell the others. All are numbers; `summarise` joins them."""
+
+    episodes: float = 0
+    """Episodes that the sums are over."""
+    return_sum: float = 0
+    return_squares: float = 0
+    """Sum of squared distances from the mean return."""
+    return_min: float = float("inf")
+    return_max: float = float("-inf")
+    length_sum: float = 0
+    """Frames."""
+    ended: float = 0
+    """Episodes that ended in this interval."""
+    ended_total: float = 0
+    """Episodes that ended in all."""
+    running_sum: float = 0
+    """Sum of the returns so far of the episodes that have not ended."""
+    copies: float = 0
+    """Env copies."""
+
+    @classmethod
+    def of(cls, returns: np.ndarray, lengths: np.ndarray) -> "EpisodeTotals":
+        """The totals of finished episodes.
+
+        Args:
+            returns: [B] float64.
+            lengths: [B] frames.
+        """
+        if not len(returns):
+            return cls()
+        total = float(returns.sum())
+        distances = returns - total / len(returns)
+        return cls(
+            episodes=len(returns),
+            return_sum=total,
+            return_squares=float(distances @ distances),
+            return_min=float(returns.min()),
+            return_max=float(returns.max()),
+            length_sum=float(lengths.sum()),
+            ended=len(returns),
+            ended_total=len(returns),
+        )
+
+
+def summarise(ranks: Sequence[EpisodeTotals]) -> dict[str, float]:
+    """Join the totals of all ranks, every episode counting equally.
+
+    Args:
+        ranks: at least one.
+
+    Returns:
+        ``return_mean``, ``return_min``, ``return_max``, ``return_std`` (of the population), ``length_mean`` in frames
+        and the integers ``count`` and ``count_total``. Before the first episode has ended only ``return_mean``: the
+        mean return so far of the running episodes. Nothing if there are no env copies either.
+
+    Example:
+        >>> summarise([EpisodeTotals.of(np.array([1.0, 3.0]), np.array([4, 6]))])["return_std"]
+        1.0
+    """
+    episodes = sum(rank.episodes for rank in ranks)
+    if not episodes:
+        copies = sum(rank.copies for rank in ranks)
+        return {"return_mean": sum(rank.running_sum for rank in ranks) / copies} if copies else {}
+    mean = sum(rank.return_sum for rank in ranks) / episodes
+    squares = sum(
+        rank.return_squares + rank.episodes * (rank.return_sum / rank.episodes - mean) ** 2
+        for rank in ranks
+        if rank.episodes
+    )
+    return {
+        "return_mean": mean,
+        "return_min": min(rank.return_min for rank in ranks),
+        "return_max": max(rank.return_max for rank in ranks),
+        "return_std": (squares / episodes) ** 0.5,
+        "length_mean": sum(rank.length_sum for rank in ranks) / episodes,
+        "count": int(sum(rank.ended for rank in ranks)),
+        "count_total": int(sum(rank.ended_total for rank in ranks)),
+    }
+
+
+class EpisodeStatistics(Metric):
+    """Return and length of the last finished episodes; episodes may span any number of batches.
+
+    A row with ``is_init`` begins an episode whatever came before, so an episode that was left without an end is not
+    counted. Where a batch marks its own edge truncated (``set_truncated``) the edge ends an episode here, too.
+    The metric stays on the CPU and never talks to other ranks: gather `totals` and join them by `summarise`.
+
+    Args:
+        window: number of last finished episodes that are summarised, at least 1.
+
+    Raises:
+        ValueError: if `window` is below 1.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> after = {"reward": torch.ones(1, 3, 1), "done": torch.tensor([[[False], [True], [False]]])}
+        >>> statistics = EpisodeStatistics()
+        >>> statistics.update(TensorDict({"next": after}, batch_size=[1, 3]))
+        >>> statistics.compute()["return_mean"]
+        2.0
+    """
+
+    full_state_update = True
+    is_differentiable = False
+
+    returns: Tensor
+    """[up to window] float64, of the last finished episodes, in the order in which they ended."""
+    lengths: Tensor
+    """[up to window] int64 frames, of the same episodes."""
+    running_returns: Tensor
+    """[N] float64, return so far of each env copy's running episode."""
+    running_lengths: Tensor
+    """[N] int64, frames so far."""
+    count_total: Tensor
+    """int64, episodes that have ended."""
+    count_before: Tensor
+    """int64, those of them that ended before this interval."""
+
+    def __init__(self, window: int = 100) -> None:
+        super().__init__(sync_on_compute=False)
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
+        self.window = window
+        for name, empty in (
+            ("returns", torch.zeros(0, dtype=torch.float64)),
+            ("lengths", torch.zeros(0, dtype=torch.int64)),
+            ("running_returns", torch.zeros(0, dtype=torch.float64)),
+            ("running_lengths", torch.zeros(0, dtype=torch.int64)),
+            ("count_total", torch.tensor(0)),
+            ("count_before", torch.tensor(0)),
+        ):
+            self.add_state(name, empty, persistent=True)
+
+    def update(self, batch: TensorDictBase) -> None:
+        """Go on with every env copy.
+
+        Args:
+            batch: [N, T] or [T] with ``("next", "reward")``, ``("next", "done")`` and, where they exist, ``is_init``
+                and ``("collector", "mask")``. Another N than before begins new episodes.
+        """
+        done = _rows(batch, NEXT_DONE)
+        rewards = _rows(batch, NEXT_REWARD).astype(np.float64)
+        copies, steps = done.shape
+        begins = np.empty((copies, steps), bool)
+        begins[:, 0] = True  # a segment for the part of an episode that lies in this batch
+        begins[:, 1:] = done[:, :-1]
+        first, mask = _rows_or_none(batch, IS_INIT), _rows_or_none(batch, MASK)
+        carries = np.full(copies, len(self.running_returns) == copies)
+        if first is not None:
+            begins |= first
+            carries &= ~first[:, 0]
+        if mask is not None:
+            rewards[~mask] = 0.0
+            done = done & mask
+
+        starts = np.flatnonzero(begins)
+        stops = np.append(starts[1:], copies * steps)
+        returns = np.add.reduceat(rewards.ravel(), starts)
+        lengths = stops - starts if mask is None else np.add.reduceat(mask.ravel().astype(np.int64), starts)
+        ended = done.ravel()[stops - 1]
+        leading = np.flatnonzero(starts % steps == 0)
+        trailing = np.append(leading[1:], len(starts)) - 1
+        if carries.any():
+            returns[leading] += np.where(carries, self.running_returns.numpy(), 0.0)
+            lengths[leading] += np.where(carries, self.running_lengths.numpy(), 0)
+        self.running_returns = torch.from_numpy(np.where(ended[trailing], 0.0, returns[trailing]))
+        self.running_lengths = torch.from_numpy(np.where(ended[trailing], 0, lengths[trailing]))
+        if ended.any():
+            order = np.argsort((stops[ended] - 1) % steps, kind="stable")
+            self._finish(returns[ended][order], lengths[ended][order])
+
+    def compute(self) -> dict[str, float]:
+        """What `summarise` says of this rank alone: plain numbers."""
+        return summarise([self.totals()])
+
+    def totals(self) -> EpisodeTotals:
+        """The same as sums and counts, for `summarise`."""
+        total = int(self.count_total)
+        return EpisodeTotals.of(self.returns.numpy(), self.lengths.numpy())._replace(
+            ended=total - int(self.count_before),
+            ended_total=total,
+            running_sum=float(self.running_returns.numpy().sum()),
+            copies=len(self.running_returns),
+        )
+
+    def begin_interval(self) -> None:
+        """Let ``count`` begin at 0 again."""
+        self.count_before = self.count_total.clone()
+        self._computed = None
+
+    def restore(self, returns: Sequence[float], lengths: Sequence[int], count_total: int) -> None:
+        """Go on after episodes of an earlier run; the running episodes are forgotten.
+
+        Args:
+            returns: of its last episodes.
+            lengths: frames of the same episodes.
+            count_total: episodes that had ended.
+        """
+        self.reset()
+        self.returns = torch.tensor(returns[-self.window :], dtype=torch.float64)
+        self.lengths = torch.tensor(lengths[-self.window :], dtype=torch.int64)
+        self.count_total = torch.tensor(count_total)
+        self.begin_interval()
+
+    def _finish(self, returns: np.ndarray, lengths: np.ndarray) -> None:
+        self.returns = torch.from_numpy(np.append(self.returns.numpy(), returns)[-self.window :])
+        self.lengths = torch.from_numpy(np.append(self.lengths.numpy(), lengths)[-self.window :])
+        self.count_total = self.count_total + len(returns)
+
+
+def episode_returns(batch: TensorDictBase) -> tuple[Tensor, Tensor]:
+    """Return and length of padded whole episodes.
+
+    Args:
+        batch: [B, T] (or [T]), one episode a row, padding masked by ``("collector", "mask")``.
+
+    Returns:
+        returns: [B] float64.
+        lengths: [B] int64 frames.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> data = {"next": {"reward": torch.ones(2, 3, 1)}, "collector": {"mask": torch.ones(2, 3).bool()}}
+        >>> episode_returns(TensorDict(data, batch_size=[2, 3]))
+        (tensor([3., 3.], dtype=torch.float64), tensor([3, 3]))
+    """
+    rewards = batch[NEXT_REWARD].reshape(-1, batch.shape[-1]).double()
+    mask = valid_rows(batch)
+    if mask is None:
+        return rewards.sum(-1), torch.full((len(rewards),), rewards.shape[-1], device=rewards.device)
+    mask = mask.reshape(rewards.shape)
+    return rewards.masked_fill(~mask, 0.0).sum(-1), mask.sum(-1)
+
+
+class Staleness(NamedTuple):
+    """How many versions the weights that acted were behind; of rows that were not acted at random."""
+
+    total: float = 0
+    """Sum over the rows."""
+    rows: float = 0
+    highest: float = 0
+
+    def joined(self, other: "Staleness") -> "Staleness":
+        """That of both sets of rows."""
+        return Staleness(self.total + other.total, self.rows + other.rows, max(self.highest, other.highest))
+
+
+def staleness(batch: TensorDictBase, version: int) -> Staleness:
+    """Compare the rows' policy versions with the learner's.
+
+    Args:
+        batch: [N, T] or [T] with ``("collector", "policy_version")``; rows of version -1 were acted at random and
+            do not count, nor do masked rows.
+        version: the learner's when the batch is used.
+    """
+    versions, mask = _rows(batch, POLICY_VERSION), _rows_or_none(batch, MASK)
+    if mask is not None:
+        versions = versions[mask]
+    if versions.size and versions.min() < 0:
+        versions = versions[versions >= 0]
+    if not versions.size:
+        return Staleness()
+    total = version * versions.size - int(versions.sum())
+    return Staleness(total, versions.size, version - int(versions.min()))
+
+
+class Throughput:
+    """Frames per second between two looks.
+
+    Args:
+        clock: monotonic seconds.
+
+    Example:
+        >>> seconds = iter([0.0, 2.0])
+        >>> throughput = Throughput(clock=lambda: next(seconds))
+        >>> throughput.look(0), throughput.look(100)
+        (None, 50.0)
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
+        self._last: tuple[float, int] | None = None
+        self.interval_s = 0.0
+
+    def look(self, frames_total: int) -> float | None:
+        """Frames per second since the last look, None at the first one; `interval_s` is then the time between them.
+
+        Args:
+            frames_total: a count that only grows.
+        """
+        now = self._clock()
+        then, frames = self._last or (now, frames_total)
+        self._last = now, frames_total
+        self.interval_s = now - then
+        return (frames_total - frames) / self.interval_s if self.interval_s > 0 else None
+
+
+def _rows(batch: TensorDictBase, key: Key) -> np.ndarray:
+    """A column with one value a row, as [N, T]."""
+    return batch[key].cpu().numpy().reshape(-1, batch.shape[-1])
+
+
+def _rows_or_none(batch: TensorDictBase, key: Key) -> np.ndarray | None:
+    column = batch.get(key, None)
+    return None if column is None else column.cpu().numpy().reshape(-1, batch.shape[-1])

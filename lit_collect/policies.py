@@ -1,0 +1,411 @@
+"""What may act, and how it becomes one call a step.
+
+A policy is a TensorDict module, an `nn.Module` or callable whose answer to an observation is an action, a mapping
+with ``"action"`` and extras, a mapping with distribution parameters (``logits``, or ``loc`` and ``scale``), or a
+`torch.distributions.Distribution`; or it is built by a `PolicyFactory`; or it is None: uniform random actions.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModuleBase, set_interaction_type
+from torch import Tensor, distributions, nn
+
+from lit_collect.config import Exploration
+from lit_collect.envs.spaces import TreeSpec, nest, sample_leaf
+from lit_collect.errors import FrameContractError
+from lit_collect.frames import ACTION, RESERVED, Key
+from lit_collect.lowering import LoweredActor, lower
+from lit_collect.sampling import FAMILIES, Family, choose_from, family_of, joint
+
+LOG_PROB: Key = ("log_prob",)
+_MODE_DEPENDENT = (
+    nn.modules.dropout._DropoutNd,
+    nn.modules.batchnorm._NormBase,
+    nn.RReLU,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.RNNBase,
+)
+
+
+class PolicyFactory(ABC):
+    """Builds a policy where it acts; for policies that cannot or should not travel.
+
+    Example:
+        >>> class Small(PolicyFactory):
+        ...     def __call__(self) -> nn.Module:
+        ...         return nn.Linear(4, 1)
+    """
+
+    @abstractmethod
+    def __call__(self) -> Any:
+        """Build the policy: anything that may act but None or another factory."""
+
+
+class RandomPolicy:
+    """Acts uniformly at random in the env's action space, as `policy=None` does."""
+
+
+class Actor(ABC):
+    """A policy bound to the spaces of N env copies: one call, one step."""
+
+    keys: tuple[Key, ...] = ()
+    """Keys of what a call returns, in its order; known after the first call."""
+    module: nn.Module | None = None
+    """The module whose weights act, if there is one."""
+    device: torch.device | None = None
+    """Where the module is, if that is not the CPU, where observations come from."""
+
+    @abstractmethod
+    def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Act once.
+
+        Args:
+            leaves: [N, ...] for each leaf of the observation.
+
+        Returns:
+            [N, ...] for each of `keys`.
+        """
+
+    def complete(self, columns: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Further outputs that are computed once for all rows of a batch.
+
+        Args:
+            columns: [T, N, ...] for each of `keys`.
+
+        Returns:
+            [T, N, ...] by key.
+        """
+        return {}
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """No gradients, and eval mode if that makes a difference; both are undone also after an exception.
+
+        The module's device is looked up anew each time, because a trainer may have moved it.
+        """
+        self.device = _foreign_device(self.module)
+        with torch.no_grad(), _evaluating(self.module):
+            yield
+
+    def moved(self, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The observation where the module is."""
+        return leaves if self.device is None else tuple([leaf.to(self.device) for leaf in leaves])
+
+
+class RandomActor(Actor):
+    """Uniform random actions from a generator of its own."""
+
+    def __init__(self, action_spec: TreeSpec, seed: int) -> None:
+        self.keys = tuple(leaf.key for leaf in action_spec.leaves)
+        self._leaves = action_spec.leaves
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Draw one action for each env copy."""
+        count = leaves[0].shape[0]
+        return [torch.from_numpy(sample_leaf(leaf, count, self._rng)) for leaf in self._leaves]
+
+
+class FunctionActor(Actor):
+    """A module or callable that maps an observation (a tensor, or a mapping of them) to an answer.
+
+    Args:
+        policy: what acts.
+        observation_spec: of one env copy.
+        action_spec: of one env copy.
+        exploration: how actions are taken from distributions.
+    """
+
+    def __init__(
+        self, policy: Callable[..., Any], observation_spec: TreeSpec, action_spec: TreeSpec, exploration: Exploration
+    ) -> None:
+        owner = policy if isinstance(policy, nn.Module) else getattr(policy, "__self__", None)  # of a bound method
+        self.module = owner if isinstance(owner, nn.Module) else None
+        self._policy = policy
+        self._paths = None if observation_spec.is_plain else [leaf.path for leaf in observation_spec.leaves]
+        self._action_dims = tuple(len(leaf.shape) for leaf in action_spec.leaves)
+        self._exploration: Exploration = exploration
+        self._decoder: _Decoder | None = None
+
+    def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Ask the policy and take its answer apart."""
+        leaves = self.moved(leaves)
+        answer = self._policy(leaves[0] if self._paths is None else nest(self._paths, leaves))
+        if self._decoder is None:
+            self._decoder = _decoder_for(answer, self._exploration, self._action_dims[0])
+            self.keys = self._decoder.keys
+        return self._decoder(answer)
+
+    def complete(self, columns: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """The log-probabilities of the actions, if the answer held distribution parameters."""
+        return self._decoder.complete(columns) if self._decoder is not None else {}
+
+
+class TensorDictActor(Actor):
+    """A TensorDict module that cannot be lowered, called as it is."""
+
+    def __init__(self, policy: TensorDictModuleBase, observation_spec: TreeSpec, exploration: Exploration) -> None:
+        self.module = policy
+        self._policy = policy
+        self._observation_keys = [leaf.key for leaf in observation_spec.leaves]
+        self.keys = tuple(_key(key) for key in policy.out_keys if not _is_unnamed(key))
+        self._interaction = InteractionType.from_str(exploration)
+
+    def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Call the module with a TensorDict [N] of the observation."""
+        leaves = self.moved(leaves)
+        data = TensorDict(dict(zip(self._observation_keys, leaves, strict=True)), batch_size=leaves[0].shape[:1])
+        answer = self._policy(data)
+        return [answer.get(key) for key in self.keys]
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """See `Actor.acting`; also sets tensordict's interaction type."""
+        with super().acting(), set_interaction_type(self._interaction):
+            yield
+
+
+class LoweredTensorDictActor(Actor):
+    """A standard TensorDict actor as plain calls (see `lit_collect.lowering`)."""
+
+    def __init__(
+        self, policy: TensorDictModuleBase, plan: LoweredActor, observation_spec: TreeSpec, exploration: Exploration
+    ) -> None:
+        self.module = policy
+        self._plan = plan
+        self._observation_keys = tuple(leaf.key for leaf in observation_spec.leaves)
+        self._choose = plan.family.chooser(exploration) if plan.family is not None else None
+        given = [key for stage in plan.stages for key in stage.gives]
+        self.keys = tuple(dict.fromkeys([*given, plan.action] if plan.family is not None else given))
+
+    def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Run the calls and draw the action."""
+        values = self._plan.run(dict(zip(self._observation_keys, self.moved(leaves), strict=True)))
+        if self._choose is not None:
+            values[self._plan.action] = self._choose(*[values[key] for key in self._plan.parameters])
+        return [values[key] for key in self.keys]
+
+    def complete(self, columns: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """The log-probabilities, if the actor returns them."""
+        plan = self._plan
+        if plan.family is None or plan.log_prob is None:
+            return {}
+        values = plan.family.log_prob(columns[plan.action], *[columns[key] for key in plan.parameters])
+        return {plan.log_prob: _checked_log_prob(values)}
+
+
+def make_actor(
+    policy: Any, observation_spec: TreeSpec, action_spec: TreeSpec, *, exploration: Exploration, seed: int
+) -> Actor:
+    """Bind a policy to the spaces it acts in.
+
+    Args:
+        policy: see the module docstring.
+        observation_spec: of one env copy.
+        action_spec: of one env copy.
+        exploration: how actions are taken from distributions.
+        seed: of random actions (32 bits).
+
+    Raises:
+        TypeError: if it cannot act.
+    """
+    if isinstance(policy, PolicyFactory):
+        policy = policy()
+    if policy is None or isinstance(policy, RandomPolicy):
+        return RandomActor(action_spec, seed)
+    if isinstance(policy, TensorDictModuleBase):
+        plan = lower(policy)
+        if plan is not None and _fits(plan, observation_spec):
+            return LoweredTensorDictActor(policy, plan, observation_spec, exploration)
+        return TensorDictActor(policy, observation_spec, exploration)
+    if isinstance(policy, type) or not callable(policy):
+        raise TypeError(
+            f"policy cannot act : expected an nn.Module, a callable, a PolicyFactory or None, got {policy!r}"
+        )
+    return FunctionActor(policy, observation_spec, action_spec, exploration)
+
+
+class _Decoder(ABC):
+    """Takes the answers of a policy apart; its kind is chosen by the first answer and does not change."""
+
+    keys: tuple[Key, ...]
+
+    @abstractmethod
+    def __call__(self, answer: Any) -> Sequence[Tensor]:
+        """The values of `keys`."""
+
+    def complete(self, columns: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """What is computed once a batch."""
+        return {}
+
+
+class _PlainAction(_Decoder):
+    keys = (ACTION,)
+
+    def __call__(self, answer: Any) -> Sequence[Tensor]:
+        return (answer if type(answer) is Tensor else torch.as_tensor(answer),)
+
+
+class _NamedValues(_Decoder):
+    """A mapping that holds the action, and whatever else is to be stored."""
+
+    def __init__(self, answer: Mapping[str, Any]) -> None:
+        self.keys = tuple(_paths(answer))
+        self._names = [key[0] for key in self.keys] if all(len(key) == 1 for key in self.keys) else None
+
+    def __call__(self, answer: Any) -> Sequence[Tensor]:
+        values = [answer[name] for name in self._names] if self._names else [_at(answer, key) for key in self.keys]
+        return [value if isinstance(value, Tensor) else torch.as_tensor(value) for value in values]
+
+
+class _Parameters(_NamedValues):
+    """A mapping that holds distribution parameters: the action is drawn here."""
+
+    def __init__(self, answer: Mapping[str, Any], family: Family, exploration: Exploration, action_dims: int) -> None:
+        super().__init__(answer)
+        self.keys = (*self.keys, ACTION)
+        self._family, self._choose = family, family.chooser(exploration)
+        self._event_dims = action_dims
+        self._parameters: tuple[Key, ...] = tuple((name,) for name in family.parameters)
+
+    def __call__(self, answer: Any) -> Sequence[Tensor]:
+        values = [answer[key[0]] for key in self.keys[:-1]]
+        values.append(self._choose(*[answer[name] for name in self._family.parameters]))
+        return values
+
+    def complete(self, columns: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        parameters = [columns[key] for key in self._parameters]
+        values = joint(self._family.log_prob(columns[ACTION], *parameters), self._event_dims)
+        return {LOG_PROB: _checked_log_prob(values)}
+
+
+class _KnownDistribution(_Parameters):
+    """A distribution object of a known family; its parameters are kept under private keys."""
+
+    def __init__(self, family: Family, exploration: Exploration, action_dims: int) -> None:
+        super().__init__({f"_{name}": None for name in family.parameters}, family, exploration, action_dims)
+        self._parameters = self.keys[:-1]
+
+    def __call__(self, answer: Any) -> Sequence[Tensor]:
+        known = family_of(answer)
+        if known is None or known[0] is not self._family:
+            raise FrameContractError(f"the policy's answer changed its kind, got {answer}")
+        return [*known[1], self._choose(*known[1])]
+
+
+class _AnyDistribution(_Decoder):
+    """A distribution object that torch has to sample from."""
+
+    keys = (ACTION, LOG_PROB)
+
+    def __init__(self, exploration: Exploration) -> None:
+        self._exploration: Exploration = exploration
+
+    def __call__(self, answer: Any) -> Sequence[Tensor]:
+        action = choose_from(answer, self._exploration)
+        log_prob = answer.log_prob(action)
+        return action, joint(log_prob, log_prob.ndim - 1)
+
+
+def _decoder_for(answer: Any, exploration: Exploration, action_dims: int) -> _Decoder:
+    if isinstance(answer, (Tensor, np.ndarray)):
+        return _PlainAction()
+    if isinstance(answer, distributions.Distribution):
+        known = family_of(answer)
+        return _KnownDistribution(known[0], exploration, action_dims) if known else _AnyDistribution(exploration)
+    if isinstance(answer, (Mapping, TensorDictBase)):
+        _check_names(answer)
+        if "action" in answer.keys():
+            return _NamedValues(answer)
+        for family in FAMILIES:
+            if all(name in answer.keys() for name in family.parameters):
+                return _Parameters(answer, family, exploration, action_dims)
+        raise FrameContractError(
+            f"the policy returned a mapping without an action : expected 'action', or 'logits', or 'loc' and 'scale', "
+            f"got {sorted(answer.keys())}"
+        )
+    raise FrameContractError(
+        "the policy returned no action : expected a tensor, a mapping with 'action' or distribution parameters, or a "
+        f"torch Distribution, got {type(answer).__name__}"
+    )
+
+
+def _check_names(answer: Mapping[str, Any]) -> None:
+    taken = sorted(name for name in answer.keys() if name in RESERVED - {"action"})
+    if taken:
+        raise FrameContractError(f"the policy returned {taken}, names that the batch itself takes; rename them")
+
+
+def _paths(answer: Mapping[str, Any], prefix: Key = ()) -> Iterator[Key]:
+    for name, value in answer.items():
+        if isinstance(value, (Mapping, TensorDictBase)):
+            yield from _paths(value, (*prefix, name))
+        else:
+            yield (*prefix, name)
+
+
+def _at(answer: Any, key: Key) -> Tensor:
+    for part in key:
+        answer = answer[part]
+    return answer
+
+
+def _key(key: Any) -> Key:
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def _is_unnamed(key: Any) -> bool:
+    return "_" in _key(key)
+
+
+def _fits(plan: LoweredActor, observation_spec: TreeSpec) -> bool:
+    """Whether every call finds its inputs; if not, tensordict's own error is the better one."""
+    known = {leaf.key for leaf in observation_spec.leaves}
+    for stage in plan.stages:
+        if not known.issuperset(stage.takes):
+            return False
+        known.update(stage.gives)
+    return known.issuperset(plan.parameters)
+
+
+def _checked_log_prob(values: Tensor) -> Tensor:
+    """Raise where a policy's parameters were NaN: sampling hides it, the log-probability does not."""
+    if math.isnan(float(values.sum())) and bool(values.isnan().any()):
+        step, copy = values.isnan().nonzero()[0][:2].tolist()
+        raise FrameContractError(f"the policy gave NaN for env copy {copy} at step {step} of the batch")
+    return values
+
+
+def _foreign_device(module: nn.Module | None) -> torch.device | None:
+    """The module's device if it is not the CPU, where observations come from."""
+    parameter = next(module.parameters(), None) if module is not None else None
+    return None if parameter is None or parameter.device.type == "cpu" else parameter.device
+
+
+@contextmanager
+def _evaluating(module: nn.Module | None) -> Iterator[None]:
+    """Eval mode for a module with dropout, batch norm and the like, then every part's own mode again."""
+    training = _training_parts(module)
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _training_parts(module: nn.Module | None) -> list[nn.Module]:
+    if module is None or not any(isinstance(part, _MODE_DEPENDENT) for part in module.modules()):
+        return []
+    return [part for part in module.modules() if part.training]
+

@@ -1,0 +1,113 @@
+"""`WeightSnapshot`: the parameters and buffers of all models that act, with one version."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+Weights = nn.Module | TensorDictBase | Mapping[str, object]
+"""What may stand for the weights of one model: a module, its TensorDict, or a (nested) mapping of tensors."""
+
+
+@dataclass(frozen=True)
+class WeightSnapshot:
+    """Parameters and buffers by model id, and the version they are known by.
+
+    All models of one snapshot are applied together, between batches.
+
+    Example:
+        >>> snapshot = WeightSnapshot.of({"policy": nn.Linear(2, 1)}, version=4)
+        >>> sorted(snapshot.models["policy"]), snapshot.version
+        (['bias', 'weight'], 4)
+    """
+
+    models: Mapping[str, Mapping[str, Tensor]]
+    """Tensors by model id and dotted name."""
+    version: int
+    """0 for what a run begins with, one more for every snapshot that is published."""
+
+    @classmethod
+    def of(cls, models: Mapping[str, Weights], version: int) -> "WeightSnapshot":
+        """Take a snapshot: detached copies that later training does not change.
+
+        Args:
+            models: weights by model id.
+            version: of the snapshot.
+        """
+        copied = {
+            model_id: {name: tensor.detach().clone() for name, tensor in named_tensors(weights).items()}
+            for model_id, weights in models.items()
+        }
+        return cls(models=copied, version=version)
+
+
+def named_tensors(weights: Weights) -> dict[str, Tensor]:
+    """The tensors of one model by dotted name, as they are (not copied).
+
+    Args:
+        weights: a module, a TensorDict of parameters, or a mapping of tensors, nested or with dotted names.
+
+    Raises:
+        TypeError: if a value is no tensor.
+    """
+    if isinstance(weights, nn.Module):
+        return {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
+    if isinstance(weights, TensorDictBase):
+        weights = weights.to_dict()
+    flat: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        if isinstance(value, Tensor):
+            flat[name] = value
+        elif isinstance(value, Mapping):
+            flat.update({f"{name}.{inner}": tensor for inner, tensor in named_tensors(value).items()})
+        else:
+            raise TypeError(f"weights must be tensors, got {type(value).__name__} for {name!r}")
+    return flat
+
+
+def copy_weights(source: Mapping[str, Tensor], module: nn.Module) -> None:
+    """Write tensors into the parameters and buffers of a module, in place. Nothing is written unless all of it fits.
+
+    Args:
+        source: tensors by dotted name; where they are the module's own, nothing happens to them.
+        module: what shall act with them.
+
+    Raises:
+        ValueError: naming the names that are missing or unknown, or the shape that differs.
+    """
+    target = named_tensors(module)
+    missing, unknown = sorted(target.keys() - source.keys()), sorted(source.keys() - target.keys())
+    if missing or unknown:
+        raise ValueError(f"weights do not fit the policy: missing {missing}, unknown {unknown}")
+    for name, tensor in target.items():
+        if source[name].shape != tensor.shape:
+            raise ValueError(
+                f"weight {name!r} must have shape {tuple(tensor.shape)}, got {tuple(source[name].shape)}"
+            )
+    with torch.no_grad():
+        for name, tensor in target.items():
+            if source[name] is not tensor:
+                tensor.copy_(source[name])
+
+
+def models_to_update(
+    policy_or_weights: Weights | None,
+    weights: Weights | None,
+    policy: nn.Module | None,
+    model_id: str,
+    weights_dict: Mapping[str, Weights] | None,
+) -> dict[str, Weights]:
+    """Which models the arguments of `update_policy_weights_` name, and their weights (none: as they are).
+
+    Raises:
+        ValueError: if more than one of the four ways to give weights is used.
+    """
+    named = {"policy_or_weights": policy_or_weights, "weights": weights, "policy": policy, "weights_dict": weights_dict}
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"weights must be given in one way, got {' and '.join(given)}")
+    if weights_dict is not None:
+        return dict(weights_dict)
+    return {model_id: value for value in given.values()}  # type: ignore[misc]  # weights_dict is not among them here

@@ -1,0 +1,152 @@
+"""Compare collecting and training with their peers on this machine: `python tests/benchmarks/run.py`.
+
+All contestants run in one process on one thread, in turns, so that whatever else the machine does meets them alike.
+Only the ratios mean something, and each is the median over repetitions of a ratio taken within one repetition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+NUM_ENVS = (1, 8, 32)
+LEARN_FRAMES = 100_000
+MIN_SECONDS = 0.25  # of one measurement: short enough to interleave, long enough for the clock
+PACKAGES = ("lit_collect", "torch", "tensordict", "gymnasium", "lightning", "torchrl", "stable-baselines3")
+
+# What each row runs, as module:function. The first row of a table is what the others are compared with.
+COLLECT = {
+    "hand loop, fused": "hand_loop:fused_collector",
+    "hand loop, module": "hand_loop:module_collector",
+    "lit_collect, module": "ours:module_collector",
+    "lit_collect, TensorDict actor": "ours:actor_collector",
+    "TorchRL Collector": "torchrl_peer:collector",
+    "SB3 collect_rollouts": "sb3_peer:collector",
+}
+LEARN = {
+    "SB3 learn": "sb3_peer:learn",
+    "lit-collect fit": "ours:fit",
+}
+
+Samples = dict[str, list[float]]
+
+
+def load(target: str) -> Callable | None:
+    """The function behind `module:function`, or None where its package is not installed."""
+    module, _, function = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        print(f"left out {target}: {error}")
+        return None
+
+
+def frames_per_second(collect: Callable[[], int]) -> float:
+    """Collect whole batches for at least `MIN_SECONDS`."""
+    frames, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < MIN_SECONDS:
+        frames += collect()
+    return frames / elapsed
+
+
+def measure_collect(num_envs: int, repetitions: int) -> Samples:
+    """Frames per second of every contestant, by turns, after one batch of warm-up each."""
+    makers = {name: load(target) for name, target in COLLECT.items()}
+    contestants = {name: make(num_envs) for name, make in makers.items() if make}
+    for collect in contestants.values():
+        collect()
+    samples: Samples = {name: [] for name in contestants}
+    for _ in range(repetitions):
+        for name, collect in contestants.items():
+            samples[name].append(frames_per_second(collect))
+    return samples
+
+
+def measure_learn(repetitions: int, folder: Path) -> Samples:
+    """Frames per second of a whole training run, by turns."""
+    contestants = {name: learn for name, target in LEARN.items() if (learn := load(target))}
+    samples: Samples = {name: [] for name in contestants}
+    for repetition in range(repetitions):
+        for name, learn in contestants.items():
+            start = time.perf_counter()
+            learn(LEARN_FRAMES, folder / f"{name.replace(' ', '_')}_{repetition}")
+            samples[name].append(LEARN_FRAMES / (time.perf_counter() - start))
+    return samples
+
+
+def cells(samples: Samples) -> dict[str, str]:
+    """Ratio to the first contestant and frames per second of each, as text."""
+    reference = next(iter(samples.values()), [])
+    return {
+        name: f"{statistics.median(a / b for a, b in zip(own, reference, strict=True)):.3f} "
+        f"({statistics.median(own):,.0f}/s)"
+        for name, own in samples.items()
+    }
+
+
+def table(columns: dict[str, Samples]) -> str:
+    """One Markdown table: a row per contestant, a column per setting."""
+    texts = {title: cells(samples) for title, samples in columns.items()}
+    names = list(dict.fromkeys(name for column in texts.values() for name in column))
+    header = ["contestant", *texts]
+    rows = [[name, *(column.get(name, "-") for column in texts.values())] for name in names]
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [
+        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"
+        for row in [header, ["-" * width for width in widths], *rows]
+    ]
+    return "\n".join(lines)
+
+
+def conditions() -> str:
+    """CPU, load average and versions: what a figure is worth nothing without."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    versions = [f"python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"{package} not installed")
+    load_average = " ".join(f"{load:.2f}" for load in os.getloadavg())
+    return f"{model}, {os.cpu_count()} CPUs, load average {load_average}\n{', '.join(versions)}"
+
+
+def main() -> None:
+    """Measure what the command line asks for and print one table for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", choices=("collect", "learn", "all"), default="all")
+    parser.add_argument(
+        "--repetitions", type=int, default=5, help="of each measurement, at least 5 for a figure to quote"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(conditions())
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        columns: dict[str, Samples] = {}
+        if options.what != "learn":
+            columns |= {f"collect, {n} env{'s' * (n > 1)}": measure_collect(n, options.repetitions) for n in NUM_ENVS}
+        if options.what != "collect":
+            columns[f"learn, {LEARN_FRAMES:,} frames"] = measure_learn(options.repetitions, Path(folder))
+        os.chdir("/")
+    print(f"\nratio to the first row of the column (median frames per second), {options.repetitions} repetitions\n")
+    print(table(columns))
+    print(f"\nload average afterwards {' '.join(f'{load:.2f}' for load in os.getloadavg())}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""TorchRL's `Collector` on the same work: CartPole, the same net as a TensorDict actor with log-probability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from policies import make_actor
+from torchrl.collectors import Collector
+from torchrl.envs import EnvBase, GymEnv, SerialEnv
+
+
+def make_env(num_envs: int) -> EnvBase:
+    """One `GymEnv`, or as many of them in a `SerialEnv`."""
+
+    def one_env() -> EnvBase:
+        return GymEnv("CartPole-v1", categorical_action_encoding=True)
+
+    return one_env() if num_envs == 1 else SerialEnv(num_envs, one_env)
+
+
+def collector(num_envs: int, frames_per_batch: int = 2048) -> Callable[[], int]:
+    """A function that collects one batch and returns how many frames it holds."""
+    batches = iter(
+        Collector(
+            make_env(num_envs),
+            make_actor(),
+            frames_per_batch=frames_per_batch,
+            total_frames=-1,
+            device="cpu",
+            auto_register_policy_transforms=False,
+        )
+    )
+    return lambda: next(batches).numel()
