@@ -4,7 +4,8 @@ The views of every step are made once and kept: indexing a tensor or an array an
 bookkeeping itself. A batch that is handed out is always a copy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +65,10 @@ class Columns:
         """What the policy sees after `steps` steps: [N, ...] per leaf, copied."""
         return tuple(leaf[steps].numpy().copy() for leaf in self.observations)
 
+    def known_targets(self, keys: tuple[Key, ...]) -> list[list[Tensor]] | None:
+        """Where outputs with these keys are written, if that was found out before."""
+        return self._targets.get(keys)
+
     def targets(self, keys: tuple[Key, ...], values: Sequence[Tensor]) -> list[list[Tensor]]:
         """Where outputs with these keys are written: a list for each step, in the order of the keys.
 
@@ -75,14 +80,12 @@ class Columns:
         Raises:
             FrameContractError: if an output is no tensor of [N, ...], or an action does not fit its space.
         """
-        known = self._targets.get(keys)
-        if known is None:
-            for key, value in zip(keys, values, strict=True):
-                if key not in self.outputs:
-                    self.outputs[key] = self._allocate(key, value)
-            known = self._targets[keys] = [[self.outputs[key][t] for key in keys] for t in range(self.steps)]
-            self.actions = self._action_views()
-        return known
+        for key, value in zip(keys, values, strict=True):
+            if key not in self.outputs:
+                self.outputs[key] = self._allocate(key, value)
+        self._targets[keys] = [[self.outputs[key][t] for key in keys] for t in range(self.steps)]
+        self.actions = self._action_views()
+        return self._targets[keys]
 
     def _allocate(self, key: Key, value: Tensor) -> Tensor:
         leaf = next((leaf for leaf in self._action_leaves if leaf.key == key), None)
@@ -108,20 +111,29 @@ class Columns:
         return [tuple(array[t] for array in arrays) for t in range(self.steps)]
 
 
-def store(values: Sequence[Tensor], targets: Sequence[Tensor], keys: Sequence[Key]) -> None:
-    """Copy one step of outputs into storage.
+def store(values: Sequence[Any], targets: list[Tensor], sizes: Sequence[int], keys: Sequence[Key]) -> None:
+    """Copy one step of outputs into storage, in one call.
+
+    They are copied although keeping them for the end of the batch would be faster: a policy may hand out the same
+    buffer every time.
+
+    Args:
+        values: of one actor's call.
+        targets: where they go.
+        sizes: elements of each.
+        keys: of each.
 
     Raises:
-        FrameContractError: if a shape changed since the first step.
+        FrameContractError: if the shape of an output changed since the first step.
     """
-    for value, target in zip(values, targets):  # noqa: B905  # the hot loop; both come from the same keys
-        if value.shape != target.shape:
-            key = keys[next(i for i, t in enumerate(targets) if t is target)]
+    for value, size in zip(values, sizes):  # noqa: B905  # the hot loop; both are of one actor
+        if value.numel() != size:  # the cheapest check; what else does not fit, the copy refuses
+            position = next(i for i, v in enumerate(values) if v is value)
             raise FrameContractError(
-                f"the policy's {'.'.join(key)} changed its shape : expected {tuple(target.shape)}, "
-                f"got {tuple(value.shape)}"
+                f"the policy's {'.'.join(keys[position])} changed its shape : expected "
+                f"{tuple(targets[position].shape)}, got {tuple(value.shape)}"
             )
-        target.copy_(value)
+    torch._foreach_copy_(targets, values)  # type: ignore[arg-type]  # any sequence will do
 
 
 def batch_major(column: Tensor) -> Tensor:
@@ -132,10 +144,6 @@ def batch_major(column: Tensor) -> Tensor:
 def flag(column: np.ndarray) -> Tensor:
     """[T, N] -> a copy [N, T, 1]."""
     return torch.from_numpy(column.T[..., None].copy())
-
-
-Act = Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
-Outputs = Mapping[Key, Tensor]
 
 
 def _check_action(leaf: LeafSpec, value: Tensor, num_envs: int) -> None:

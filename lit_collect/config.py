@@ -229,9 +229,10 @@ def check_frames(frames_per_batch: int, total_frames: int, num_envs: int, copies
             f"rollout.frames_per_batch must be a multiple of num_envs={num_envs}, got {frames_per_batch}; "
             f"use {nearest_multiples(frames_per_batch, num_envs)}"
         )
+    _check_integer("total_frames", total_frames)
     if total_frames == -1:
         return
-    if total_frames is None or total_frames == 0 or total_frames < -1:
+    if total_frames < 1:
         raise ValueError(f"total_frames must be at least 1, or -1 for no limit, got {total_frames}")
     if total_frames % copies_of_all_ranks:
         raise ValueError(
@@ -241,10 +242,14 @@ def check_frames(frames_per_batch: int, total_frames: int, num_envs: int, copies
 
 
 def _at_least(name: str, value: int, least: int, *, or_none: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
+    _check_integer(name, value)
     if value < least:
         raise ValueError(f"{name} must be at least {least}{' or None' if or_none else ''}, got {value}")
+
+
+def _check_integer(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

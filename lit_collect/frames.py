@@ -63,8 +63,8 @@ def check_batch(batch: TensorDictBase) -> None:
     """Raise if a batch breaks the contract.
 
     Checks the keys, shapes and dtypes of this module, and what must hold between rows of one env copy: done is
-    terminated or truncated, ids change exactly where an episode begins, and an observation is the successor of the
-    row before it unless an episode ended there.
+    terminated or truncated, ids change and rows are marked as first exactly where an episode begins, and an
+    observation is the successor of the row before it unless an episode ended there.
 
     Args:
         batch: [N, T] or [T], as a collector yields it.
@@ -73,36 +73,62 @@ def check_batch(batch: TensorDictBase) -> None:
         FrameContractError: naming the key, what was expected and what was got.
     """
     shape = batch.batch_size
-    for rows, tail in ((_ROWS, (1,)), (_COLUMNS, ())):
+    mask = {} if valid_rows(batch) is None else {MASK: torch.bool}
+    for rows, tail in ((_ROWS, (1,)), ({**_COLUMNS, **mask}, ())):
         for key, dtype in rows.items():
-            value = batch.get(key, None)
-            if value is None:
-                raise FrameContractError(f"a batch lacks the key {key}")
+            value = _required(batch, key)
             if value.shape != shape + tail or value.dtype != dtype:
                 raise FrameContractError(
                     f"{key} must be {dtype} with shape {tuple(shape + tail)}, "
                     f"got {value.dtype} with shape {tuple(value.shape)}"
                 )
+    _required(batch, ACTION)
     if not torch.equal(batch[NEXT_DONE], batch[NEXT_TERMINATED] | batch[NEXT_TRUNCATED]):
         raise FrameContractError(f"{NEXT_DONE} must be terminated or truncated in every row")
-    _check_succession(batch)
+    _check_episodes(batch)
+    _check_successors(batch)
 
 
-def _check_succession(batch: TensorDictBase) -> None:
-    """Rows of one env copy follow each other within a trajectory, and never across two."""
-    ids, mask = batch[TRAJ_IDS], valid_rows(batch)
-    same = ids[..., 1:] == ids[..., :-1]
-    if mask is not None:
-        same = same & mask[..., 1:] & mask[..., :-1]
-    if (same & batch[NEXT_DONE][..., :-1, 0]).any():
+def _required(batch: TensorDictBase, key: Key) -> torch.Tensor:
+    value = batch.get(key, None)
+    if value is None:
+        raise FrameContractError(f"a batch lacks the key {key}")
+    return value
+
+
+def _check_episodes(batch: TensorDictBase) -> None:
+    """An id and an episode begin after the last row of an episode, and nowhere else within a batch."""
+    ids, pairs = batch[TRAJ_IDS], _pairs(batch)
+    ended, changed = batch[NEXT_DONE][..., :-1, 0], ids[..., 1:] != ids[..., :-1]
+    if (pairs & ended & ~changed).any():
         raise FrameContractError(f"{TRAJ_IDS} must change after the last row of an episode")
-    successors = batch["next"]
-    for key in successors.keys(include_nested=True, leaves_only=True):
-        path = key if isinstance(key, tuple) else (key,)
-        if path[0] in ("reward", "done", "terminated", "truncated"):
-            continue
-        if not torch.equal(_rows(successors, path, same, 0), _rows(batch, path, same, 1)):
+    if (pairs & ~ended & changed).any():
+        raise FrameContractError(f"{TRAJ_IDS} must not change within an episode")
+    if (pairs & (batch[IS_INIT][..., 1:, 0] != ended)).any():
+        raise FrameContractError(f"{IS_INIT} must mark the row after the last one of an episode, and no other")
+
+
+def _check_successors(batch: TensorDictBase) -> None:
+    """Within a trajectory each row was acted on what the row before it led to."""
+    ids, successors = batch[TRAJ_IDS], batch["next"]
+    same = _pairs(batch) & (ids[..., 1:] == ids[..., :-1])
+    paths = [key if isinstance(key, tuple) else (key,) for key in successors.keys(True, True)]
+    observed = [path for path in paths if path[0] not in ("reward", "done", "terminated", "truncated")]
+    if not observed:
+        raise FrameContractError("a batch lacks the key ('next', 'observation')")
+    for path in observed:
+        _required(batch, path)
+        led_to, seen = _rows(successors, path, same, 0), _rows(batch, path, same, 1)
+        if not ((led_to == seen) | (led_to.isnan() & seen.isnan())).all():
             raise FrameContractError(f"{path} must be the successor of the row before it within a trajectory")
+
+
+def _pairs(batch: TensorDictBase) -> torch.Tensor:
+    """[N, T - 1] bool: where a row and the one after it are both transitions."""
+    mask = valid_rows(batch)
+    if mask is None:
+        mask = torch.ones_like(batch[TRAJ_IDS], dtype=torch.bool)
+    return mask[..., 1:] & mask[..., :-1]
 
 
 def _rows(data: TensorDictBase, key: Key, chosen: torch.Tensor, offset: int) -> torch.Tensor:

@@ -5,10 +5,11 @@ The wrappers of `tensordict.nn` cost 200 to 400 us a step where the net needs 20
 (exactly these classes, with plain options) does not need them while acting. Anything else is left as it is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tensordict import TensorDictBase
 from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
@@ -51,8 +52,10 @@ class LoweredActor:
         """Call all stages; `values` (the observation by key) is extended in place by what they give."""
         for stage in self.stages:
             out = stage.module(*[values[key] for key in stage.takes])
-            if type(out) is Tensor:
+            if isinstance(out, Tensor):
                 values[stage.gives[0]] = out
+            elif isinstance(out, (Mapping, TensorDictBase)):
+                values.update({key: out[key if len(key) > 1 else key[0]] for key in stage.gives})
             else:
                 values.update(zip(stage.gives, out, strict=True))
         return values
@@ -95,7 +98,7 @@ def _flat(module: nn.Module) -> list[nn.Module] | None:
     if type(module) not in (TensorDictSequential, ProbabilisticTensorDictSequential):
         return None
     assert isinstance(module, TensorDictSequential)
-    if module.partial_tolerant or module._forward_hooks or module._forward_pre_hooks:
+    if module.partial_tolerant or getattr(module, "_select_before_return", False) or _has_hooks(module):
         return None
     parts: list[nn.Module] = []
     for inner in module.module:
@@ -107,10 +110,10 @@ def _flat(module: nn.Module) -> list[nn.Module] | None:
 
 
 def _stage(module: nn.Module) -> Stage | None:
-    if type(module) is not TensorDictModule or module._forward_hooks or module._forward_pre_hooks:
+    if type(module) is not TensorDictModule or _has_hooks(module):
         return None
-    if getattr(module, "_kwargs", None) is not None:  # in_keys given as keyword arguments
-        return None
+    if getattr(module, "_kwargs", None) is not None or getattr(module, "method", None) is not None:
+        return None  # inputs given by keyword, or another method than forward
     takes, gives = _keys(module.in_keys), _keys(module.out_keys)
     if any(part == "_" for key in gives for part in key):
         return None
@@ -120,11 +123,14 @@ def _stage(module: nn.Module) -> Stage | None:
 def _with_draw(stages: tuple[Stage, ...], last: ProbabilisticTensorDictModule) -> LoweredActor | None:
     family = _FAMILIES.get(last.distribution_class)
     names = tuple(str(name) for name in last.dist_keys)
-    plain = family is not None and not last.distribution_kwargs and last.num_samples is None
+    plain = not (last.distribution_kwargs or last.num_samples is not None or _has_hooks(last))
+    seeded = any(getattr(last, name, None) is not None for name in ("_generator", "_generator_key"))
     out_keys = [key for key in last.out_keys if not last.return_log_prob or key != last.log_prob_key]
-    if not plain or len(out_keys) != 1 or getattr(last, "_generator", None) is not None:
+    if family is None or not plain or seeded or len(out_keys) != 1:
         return None
-    assert family is not None
+    (action,) = _keys(out_keys)
+    if any(action in stage.gives for stage in stages):  # it is not drawn again then
+        return None
     parameters = dict(zip(names, _keys(last.in_keys), strict=True))
     if set(parameters) != set(family.parameters):
         return None
@@ -132,9 +138,13 @@ def _with_draw(stages: tuple[Stage, ...], last: ProbabilisticTensorDictModule) -
         stages,
         family,
         tuple(parameters[name] for name in family.parameters),
-        _keys(out_keys)[0],
+        action,
         _keys([last.log_prob_key])[0] if last.return_log_prob else None,
     )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _keys(keys: Sequence[Any]) -> tuple[Key, ...]:

@@ -193,18 +193,23 @@ class RolloutRunner:
         self, actor: Actor, columns: Columns, start: int, stop: int, finals: list[tuple[int, Sequence[Final]]]
     ) -> None:
         clock, encode, step_into = self._clock, self._encode, self.env.step_into
-        inputs, slots = columns.inputs, columns.slots
+        inputs, slots, copies = columns.inputs, columns.slots, self.env.num_envs
+        actions, targets = columns.actions, columns.known_targets(actor.keys)
+        sizes = [target.numel() for target in targets[0]] if targets else []
         policy_s = env_s = 0.0
         then = clock()
         for t in range(start, stop):
             values = actor(inputs[t])
-            store(values, columns.targets(actor.keys, values)[t], actor.keys)
+            if targets is None:
+                targets, actions = columns.targets(actor.keys, values), columns.actions
+                sizes = [target.numel() for target in targets[0]]
+            store(values, targets[t], sizes, actor.keys)
             now = clock()
             policy_s += now - then
-            ended = step_into(encode(columns.actions[t]), slots[t])
+            ended = step_into(encode(actions[t]), slots[t])
             then = clock()
             env_s += then - now
-            self.frames_stepped += len(slots[t].reward)
+            self.frames_stepped += copies
             if ended:
                 finals.append((t, ended))
         self.times.policy_s += policy_s

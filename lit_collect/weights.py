@@ -53,7 +53,9 @@ def named_tensors(weights: Weights) -> dict[str, Tensor]:
         TypeError: if a value is no tensor.
     """
     if isinstance(weights, nn.Module):
-        return {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
+        # A tensor with two names is given under both, as in a state_dict.
+        parameters = weights.named_parameters(remove_duplicate=False)
+        return {**dict(parameters), **dict(weights.named_buffers(remove_duplicate=False))}
     if isinstance(weights, TensorDictBase):
         weights = weights.to_dict()
     flat: dict[str, Tensor] = {}

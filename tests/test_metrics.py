@@ -75,9 +75,7 @@ def test_statistics_agree_with_counting_row_by_row(masked, given_first, rate, wi
         first = np.zeros((3, steps), bool)
         if given_first:  # also where an episode was left without an end
             first = random.random((3, steps)) < 0.02
-        metric.update(
-            batch_of(rewards, done, mask=mask if masked else None, first=first if given_first else None)
-        )
+        metric.update(batch_of(rewards, done, mask=mask if masked else None, first=first if given_first else None))
         witness.update(rewards, done, mask, first)
 
     assert len(witness.finished) > 3

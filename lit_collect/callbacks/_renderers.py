@@ -115,12 +115,13 @@ class TqdmRenderer:
     def __init__(self, stream: TextIO, *, total: int | None, leave: bool = True) -> None:
         self._stream = stream
         layout = "{desc}" if total is None else "{percentage:3.0f}%|{bar}| {desc}"
-        self._bar = _Bar(total=total, file=stream, leave=leave, dynamic_ncols=True, bar_format=layout)
+        # The delay keeps it from drawing itself before there is anything to show.
+        self._bar = _Bar(total=total, file=stream, leave=leave, dynamic_ncols=True, bar_format=layout, delay=1e-9)
 
     def show(self, view: View) -> None:
         """Draw the bar anew."""
         self._bar.n = view.done
-        self._bar.set_description_str(view.text, refresh=True)
+        self._bar.set_description_str(view.text)
 
     def write(self, text: str) -> None:
         """Print text above the bar."""
@@ -128,10 +129,9 @@ class TqdmRenderer:
 
     def close(self, view: View) -> None:
         """Draw the bar a last time."""
-        try:
-            self.show(view)
-        finally:
-            self._bar.close()
+        self._bar.n = view.done
+        self._bar.set_description_str(view.text, refresh=False)
+        self._bar.close()
 
 
 class RichRenderer:

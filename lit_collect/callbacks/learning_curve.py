@@ -25,7 +25,7 @@ class LearningCurve(Callback):
     Args:
         filename: of the picture, in the logger's folder, or in the trainer's ``default_root_dir`` if there is none;
             its folders are made.
-        every_n_batches: also write it after so many collected batches, at least 1.
+        every_n_batches: also write it after so many collected batches with a return, at least 1.
 
     Raises:
         ValueError: if `every_n_batches` is below 1.
@@ -47,7 +47,7 @@ class LearningCurve(Callback):
         self._source: Collection | None = None
         self._seen: dict[str, float] = {}  # the monitor's values that were looked at last
         self._evaluations = 0
-        self._batches = 0
+        self._batches = 0  # those that could be a point
         self._stride = 1  # only each so-many-th batch is a point
         self._training: list[list[float]] = []  # frames, mean, lowest, highest return
         self._evaluated: list[list[float]] = []  # frames, mean return
@@ -85,8 +85,8 @@ class LearningCurve(Callback):
     ) -> None:
         """Take up what the monitor has logged since the last call."""
         if self._monitor is not None and self._monitor.latest is not self._seen:
-            self._take(self._monitor.latest)
-            if self._every_n_batches is not None and self._batches % self._every_n_batches == 0:
+            taken = self._take(self._monitor.latest)
+            if taken and self._every_n_batches is not None and self._batches % self._every_n_batches == 0:
                 self._write(trainer)
 
     @override
@@ -127,20 +127,22 @@ class LearningCurve(Callback):
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _take(self, latest: dict[str, float]) -> None:
-        new = latest.get("collect/frames_total") != self._seen.get("collect/frames_total")
-        self._seen = latest
-        if not new:  # an evaluation, which is none of ours
-            return
+    def _take(self, latest: dict[str, float]) -> bool:
+        """Whether these values are of another batch, and one after the first end of an episode."""
+        before, self._seen = self._seen, latest
+        if latest.get("collect/frames_total") == before.get("collect/frames_total"):  # an evaluation was added
+            return False
+        if "episode/return_min" not in latest:  # the mean is that of beginnings of episodes
+            return False
         self._batches += 1
-        if "episode/return_min" not in latest or self._batches % self._stride:
-            return  # before the first episode has ended the mean is that of beginnings
-        self._training.append(
-            [latest["collect/frames_total"], *(latest[f"episode/return_{name}"] for name in ("mean", "min", "max"))]
-        )
+        if self._batches % self._stride == 0:
+            self._training.append(
+                [latest["collect/frames_total"], *(latest[f"episode/return_{name}"] for name in ("mean", "min", "max"))]
+            )
         if len(self._training) >= _MAX_POINTS:
             self._training = self._training[1::2]
             self._stride *= 2
+        return True
 
     def _finish(self, trainer: L.Trainer) -> None:
         if self._monitor is None:

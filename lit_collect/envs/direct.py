@@ -41,6 +41,8 @@ class DirectEnv(BatchedEnv):
         self.observation_spec = TreeSpec.of(self.envs[0].observation_space, "observation", keep_float64=keep_float64)
         self.action_spec = TreeSpec.of(self.envs[0].action_space, "action")
         self._check_spaces()
+        self._plain_action = self.action_spec.is_plain
+        self._plain_observation = self.observation_spec.is_plain and self.observation_spec.leaves[0].shape != ()
         self._steps = [env.step for env in self.envs]
         self._limit = max_frames_per_traj
         self._ages = [0] * self.num_envs  # frames of the running episodes; counted only under a limit
@@ -59,10 +61,8 @@ class DirectEnv(BatchedEnv):
 
     def step_into(self, action: Leaves, views: StepViews) -> Sequence[Final]:
         """Step all copies (see `BatchedEnv.step_into`)."""
-        actions = list(action[0]) if self.action_spec.is_plain else self._split(action)
-        if self.observation_spec.is_plain and self.observation_spec.leaves[0].shape:
-            return self._step_plain(actions, views)
-        return self._step_tree(actions, views)
+        actions = list(action[0]) if self._plain_action else self._split(action)
+        return self._step_plain(actions, views) if self._plain_observation else self._step_tree(actions, views)
 
     def close(self) -> None:
         """Close every copy, whatever the others do; the first error is raised at the end."""
@@ -81,18 +81,18 @@ class DirectEnv(BatchedEnv):
     def _step_plain(self, actions: list[Any], views: StepViews) -> list[Final]:
         """The common case, one array observation: nothing but the work."""
         spec = self.observation_spec.leaves[0]
-        shape, dtype = spec.shape, spec.dtype
+        shape, dtype, array, steps, limit = spec.shape, spec.dtype, np.ndarray, self._steps, self._limit
         obs_out, rewards, finals = views.obs[0], views.reward, []
         index = 0
         try:
-            for index, step in enumerate(self._steps):
-                obs, reward, terminated, truncated, _ = step(actions[index])
-                if type(obs) is not np.ndarray or obs.shape != shape or obs.dtype is not dtype:
+            for index, action in enumerate(actions):
+                obs, reward, terminated, truncated, _ = steps[index](action)
+                if type(obs) is not array or obs.shape != shape or obs.dtype is not dtype:
                     obs = spec.admit(obs)
                 if reward is None:
                     raise FrameContractError("reward is None : expected a number")
                 rewards[index] = reward
-                if self._limit is not None:
+                if limit is not None:
                     truncated = self._age(index, truncated)
                 if terminated or truncated:
                     views.terminated[index] = terminated

@@ -32,6 +32,7 @@ _ACCEPTED = (
     "or a live gymnasium.Env or VectorEnv"
 )
 _VERSIONED = re.compile(r".*-v\d+")
+_DOTTED = re.compile(r"\w+(\.\w+)+")
 
 
 class GymEnvFactory(EnvFactory):
@@ -48,15 +49,17 @@ class GymEnvFactory(EnvFactory):
         TypeError: if a wrapper is none of the three.
 
     Example:
-        >>> factory = GymEnvFactory("CartPole-v1", {"max_episode_steps": 20}, ["gymnasium.wrappers.FlattenObservation"])
+        >>> stack = {"class_path": "gymnasium.wrappers.FrameStackObservation", "init_args": {"stack_size": 3}}
+        >>> factory = GymEnvFactory("CartPole-v1", {"max_episode_steps": 20}, wrappers=[stack])
         >>> factory().observation_space.shape
-        (4,)
+        (3, 4)
     """
 
     def __init__(
         self,
         env_id: str,
         make_kwargs: dict[str, Any] | None = None,
+        *,
         wrappers: Sequence[str | dict[str, Any] | Callable[[Any], Any]] = (),
     ) -> None:
         _check_id(env_id)
@@ -81,7 +84,7 @@ class GymEnvFactory(EnvFactory):
         return f"GymEnvFactory({', '.join(given)})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EnvSource:
     """A resolved `env`: how its copies are made, how many it says there are, and its name in plain text."""
 
@@ -204,29 +207,28 @@ def resolve_env(env: Any) -> EnvSource:
     """
     if isinstance(env, EnvSource):
         return env
-    if isinstance(env, VectorEnv):
-        return EnvSource((functools.partial(_same, env),), env.num_envs, True, str(env))
-    if isinstance(env, gymnasium.Env):
-        return EnvSource((functools.partial(_same, env),), None, True, str(env))
+    if isinstance(env, (gymnasium.Env, VectorEnv)):
+        copies = env.num_envs if isinstance(env, VectorEnv) else None
+        return EnvSource(makers=(functools.partial(_same, env),), num_envs=copies, live=True, description=str(env))
     if isinstance(env, Sequence) and not isinstance(env, (str, bytes)):
         if not env:
             raise ValueError(f"env is an empty sequence : expected {_ACCEPTED}")
-        makers = [_maker(one) for one in env]
         names = ", ".join(_describe(one) for one in env)
-        return EnvSource(tuple(makers), len(makers), False, f"[{names}]")
-    return EnvSource((_maker(env),), None, False, _describe(env))
+        makers = tuple(_maker(one) for one in env)
+        return EnvSource(makers=makers, num_envs=len(makers), live=False, description=f"[{names}]")
+    return EnvSource(makers=(_maker(env),), num_envs=None, live=False, description=_describe(env))
 
 
 def _maker(env: Any) -> Callable[[], Any]:
     """What makes the env, for everything but live envs and sequences."""
     if isinstance(env, str):
-        if _VERSIONED.fullmatch(env) or env in gymnasium.registry or "." not in env or "/" in env or ":" in env:
+        if _VERSIONED.fullmatch(env) or env in gymnasium.registry or not _DOTTED.fullmatch(env):
             return GymEnvFactory(env)
         env = _import(env)
     if isinstance(env, type) and issubclass(env, EnvFactory):
         return env()
     if callable(env) and not isinstance(env, (gymnasium.Env, VectorEnv)):
-        return env  # type: ignore[no-any-return]
+        return env
     raise TypeError(f"env is of the wrong kind : expected {_ACCEPTED}, got {_named(env)}")
 
 
@@ -255,7 +257,7 @@ def _check_id(env_id: str) -> None:
             name = get_env_id(namespace, base, find_highest_version(namespace, base))
         gymnasium.spec(name)
     except (gymnasium.error.Error, ImportError) as error:
-        raise ValueError(f"env {env_id!r} is unknown : {error}") from error
+        raise ValueError(f"env {env_id!r} is unknown: {str(error).rstrip('.')} : expected {_ACCEPTED}") from error
 
 
 def _import(path: str) -> Any:
@@ -265,16 +267,17 @@ def _import(path: str) -> Any:
         module_name = ".".join(parts[:end])
         try:
             found: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (module_name + ".").startswith(error.name + "."):
-                raise  # the module is there, but something that it imports is not
-            continue
+        except Exception as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is not None and end > 1 and (module_name + ".").startswith(missing + "."):
+                continue  # no such module: perhaps a class, further up
+            raise ValueError(f"{path!r} cannot be imported : {type(error).__name__}: {error}") from error
         for part in parts[end:]:
             if not hasattr(found, part):
-                raise ValueError(f"{path!r} cannot be imported : {_name_of(found)} has no attribute {part!r}")
+                raise ValueError(f"{path!r} cannot be imported : {found!r} has no attribute {part!r}")
             found = getattr(found, part)
         return found
-    raise ValueError(f"{path!r} cannot be imported : there is no module {parts[0]!r}; expected {_ACCEPTED}")
+    raise ValueError(f"{path!r} is no import path : expected a module and a name, such as 'pkg.mod.make_env'")
 
 
 def _wrapper(wrapper: str | Mapping[str, Any] | Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -305,7 +308,3 @@ def _close_all(envs: Sequence[Any]) -> None:
 
 def _named(value: object) -> str:
     return f"the class {value.__qualname__}" if isinstance(value, type) else f"{value!r} ({type(value).__name__})"
-
-
-def _name_of(found: Any) -> str:
-    return str(getattr(found, "__name__", found))

@@ -138,8 +138,8 @@ class ActionEncoder:
     """Turns the policy's actions into what the envs receive, and checks them before any env moves.
 
     Discrete indices are checked and offset by the space's ``start``, Box actions checked for NaN, cast to the
-    space's dtype and clipped. Envs always receive arrays of their own, because many keep the last action or change
-    it in place.
+    space's dtype and clipped. Arrays that reach an env are always its own, because many keep the last action or
+    change it in place; only the indices of a Discrete space may be a view of storage, since they become numbers.
 
     Args:
         spec: of one env copy's action.
@@ -158,6 +158,8 @@ class ActionEncoder:
         Raises:
             FrameContractError: naming the env copy whose action is out of range or not finite.
         """
+        if len(leaves) == 1:  # nearly always
+            return (self._encoders[0](leaves[0]),)
         return tuple([encode(leaf) for encode, leaf in zip(self._encoders, leaves, strict=True)])
 
 
@@ -294,15 +296,16 @@ def _leaf_encoder(leaf: LeafSpec, clip: bool) -> Callable[[np.ndarray], np.ndarr
 
 def _discrete_encoder(leaf: LeafSpec, n: int, start: int) -> Callable[[np.ndarray], np.ndarray]:
     name = ".".join(leaf.key)
+    choices = frozenset(range(n))
 
     def encode(action: np.ndarray) -> np.ndarray:
         indices = action.tolist()
-        if min(indices) < 0 or max(indices) >= n:
+        if not choices.issuperset(indices):
             index = next(i for i, a in enumerate(indices) if not 0 <= a < n)
             raise FrameContractError(
                 f"{name} of env copy {index} is out of range : expected 0 to {n - 1}, got {indices[index]}"
             )
-        return action + start
+        return action + start if start else action
 
     return encode
 

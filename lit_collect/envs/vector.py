@@ -27,6 +27,8 @@ from lit_collect.envs.spaces import TreeSpec
 from lit_collect.errors import FrameContractError, WorkerFailedError
 
 _CLOSE_TIMEOUT_S = 10.0
+_TERMINATE_TIMEOUT_S = 1.0
+_ASYNC_METHODS = ("reset", "reset_async", "reset_wait", "step", "step_async", "step_wait")
 _FINAL_OBS = ("final_obs", "final_observation")  # the second name is Gymnasium 0.29's and still in use
 
 
@@ -81,8 +83,8 @@ class VectorEnvAdapter(BatchedEnv):
         self.may_mask = self.mode is AutoresetMode.NEXT_STEP and not self._resets_at_once
         if max_frames_per_traj is not None and not self._resets_at_once:
             raise ValueError(
-                f"rollout.max_frames_per_traj cannot be had from {env} in {self.mode.name} mode : expected a vector env "
-                f"that can reset single copies; give single envs, or limit the episodes inside the env"
+                f"rollout.max_frames_per_traj cannot be had from {env} in {self.mode.name} mode : expected a vector "
+                f"env that can reset single copies; give single envs, or limit the episodes inside the env"
             )
         self._limit = max_frames_per_traj
         self._ages = np.zeros(self.num_envs, np.int64)  # frames of the running episodes; counted only under a limit
@@ -122,15 +124,15 @@ class VectorEnvAdapter(BatchedEnv):
         obs, reward, terminated, truncated, infos = self._step_env(value)
         for target, leaf in zip(views.obs, self._check_obs(obs, "step"), strict=True):
             target[...] = leaf
-        views.reward[:] = self._check_row(reward, "reward", np.float32)
+        views.reward[:] = self._check_row(reward, "reward", "biuf")
+        terminated, truncated = self._check_row(terminated, "terminated"), self._check_row(truncated, "truncated")
         if self._limit is not None:
             self._ages += 1
             truncated = truncated | (self._ages >= self._limit)
         done = np.logical_or(terminated, truncated)
         if not self._any_pending and not done.any():
             return ()
-        views.terminated[:] = self._check_row(terminated, "terminated", np.bool_)
-        views.truncated[:] = self._check_row(truncated, "truncated", np.bool_)
+        views.terminated[:], views.truncated[:] = terminated, truncated
         if self._resets_at_once:
             return self._reset_ended(done, views)
         if self.mode is AutoresetMode.SAME_STEP:
@@ -161,7 +163,7 @@ class VectorEnvAdapter(BatchedEnv):
         for target, leaf in zip(views.obs, begun, strict=True):
             if not self._honours_mask and not _equal(target[~done], leaf[~done]):
                 raise FrameContractError(
-                    f"{self.env} changed copies that it was not to reset : expected options['reset_mask'] to be honoured"
+                    f"{self.env} changed copies that it was not to reset : expected it to honour options['reset_mask']"
                 )
             target[done] = leaf[done]
         self._ages[done] = 0
@@ -210,9 +212,9 @@ class VectorEnvAdapter(BatchedEnv):
             return
         self._warned = True
         warnings.warn(
-            f"env copy {final.index} ended an episode with the very observation that the next one begins with : the env "
-            f"seems to reuse its observation array, which SAME_STEP mode cannot tell apart, so that terminal "
-            f"observations are lost; use NEXT_STEP or DISABLED mode, or return a new array from each step",
+            f"env copy {final.index} ended an episode with the very observation that the next one begins with : "
+            f"the env seems to reuse its observation array, and then SAME_STEP mode loses the terminal observation; "
+            f"use NEXT_STEP or DISABLED mode, or return a new array from each step",
             stacklevel=5,
         )
 
@@ -239,9 +241,10 @@ class VectorEnvAdapter(BatchedEnv):
             self._fail("step", error)
         if not (isinstance(answer, tuple) and len(answer) == 5):
             raise FrameContractError(
-                f"vector env, step: expected (observations, rewards, terminated, truncated, infos), got {_brief(answer)}"
+                f"vector env, step: expected (observations, rewards, terminated, truncated, infos), "
+                f"got {_brief(answer)}"
             )
-        return answer  # type: ignore[return-value]
+        return answer
 
     def _check_obs(self, obs: Any, doing: str) -> list[np.ndarray]:
         """The leaves of batched observations, each checked as one array."""
@@ -259,14 +262,13 @@ class VectorEnvAdapter(BatchedEnv):
             leaves.append(value)
         return leaves
 
-    def _check_row(self, value: Any, name: str, dtype: type[np.generic]) -> np.ndarray:
+    def _check_row(self, value: Any, name: str, kinds: str = "bu") -> np.ndarray:
+        """One value for each copy, of these kinds of numbers (some envs give their flags as bytes of 0 and 1)."""
         row = value if type(value) is np.ndarray else np.asarray(value)
-        # Flags are bool, but some envs give them as bytes of 0 and 1.
-        fits = row.dtype.kind in "bu" if dtype is np.bool_ else row.dtype.kind in "biuf"
-        if row.shape != (self.num_envs,) or not fits:
+        if row.shape != (self.num_envs,) or row.dtype.kind not in kinds:
             raise FrameContractError(
-                f"vector env, step: {name} is wrong : expected {np.dtype(dtype)} with shape {(self.num_envs,)}, "
-                f"got {row.dtype} with shape {row.shape}"
+                f"vector env, step: {name} is wrong : expected {'numbers' if 'f' in kinds else 'flags'} with shape "
+                f"{(self.num_envs,)}, got {row.dtype} with shape {row.shape}"
             )
         return row
 
@@ -311,11 +313,12 @@ def _detect_mode(env: VectorEnv[Any, Any, Any], given: AutoresetMode | str | Non
 
 def _honours_mask(env: VectorEnv[Any, Any, Any]) -> bool:
     """Whether single copies can be reset: where reset and step are Gymnasium's own, and so are the workers."""
-    kind = type(env)
-    if isinstance(env, AsyncVectorEnv):
-        own = (AsyncVectorEnv.reset_async, AsyncVectorEnv.step_async)
-        return (kind.reset_async, kind.step_async) == own and kind.reset is AsyncVectorEnv.reset and env.worker is None
-    return isinstance(env, SyncVectorEnv) and (kind.reset, kind.step) == (SyncVectorEnv.reset, SyncVectorEnv.step)
+    if isinstance(env, AsyncVectorEnv) and env.worker is not None:
+        return False
+    for kind, names in ((SyncVectorEnv, ("reset", "step")), (AsyncVectorEnv, _ASYNC_METHODS)):
+        if isinstance(env, kind):
+            return all(getattr(type(env), name) is getattr(kind, name) for name in names)
+    return False
 
 
 def _refuse_lossy(base: object) -> None:
@@ -329,17 +332,19 @@ def _refuse_lossy(base: object) -> None:
 
 def _close_async(env: VectorEnv[Any, Any, Any], base: AsyncVectorEnv[Any, Any], *, graceful: bool) -> None:
     """Ask, wait, terminate, kill. Gymnasium's own `close` waits without a limit for workers that are gone."""
+    asking = threading.Thread(target=_quietly_close, args=(env,), daemon=True)
     if graceful and all(process.is_alive() for process in base.processes):
-        thread = threading.Thread(target=_quietly_close, args=(env,), daemon=True)
-        thread.start()
-        thread.join(_CLOSE_TIMEOUT_S)
-    for stop in ("terminate", "kill"):
+        asking.start()
+        asking.join(_CLOSE_TIMEOUT_S)
+    for stop, patience_s in (("terminate", _TERMINATE_TIMEOUT_S), ("kill", _CLOSE_TIMEOUT_S)):
         alive = [process for process in base.processes if process.is_alive()]
         for process in alive:
             getattr(process, stop)()
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S / 2
+        deadline = time.monotonic() + patience_s
         for process in alive:
             process.join(max(deadline - time.monotonic(), 0.0))
+    if asking.is_alive():  # its worker is gone, so that it learns of it now
+        asking.join(_CLOSE_TIMEOUT_S)
     for pipe in base.parent_pipes:
         if pipe is not None:
             pipe.close()
