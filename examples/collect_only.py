@@ -36,7 +36,9 @@ def main() -> None:
             collector.update_policy_weights_(policy)
             episodes = max(int(batch["next", "done"].sum()), 1)
             version = int(batch["collector", "policy_version"].max())
-            print(f"{batch.numel():5d} frames by version {version:3d}, {batch.numel() / episodes:6.1f} frames an episode")
+            print(
+                f"{batch.numel():5d} frames by version {version:3d}, {batch.numel() / episodes:6.1f} frames an episode"
+            )
 
 
 if __name__ == "__main__":

@@ -31,9 +31,7 @@ class Reinforce(L.LightningModule):
 def main() -> None:
     L.seed_everything(0)
     frames = int(os.environ.get("LIT_COLLECT_EXAMPLE_FRAMES", 50_000))
-    data = CollectorDataModule(
-        "CartPole-v1", num_envs=8, frames_per_batch=512, total_frames=frames, evaluation=None
-    )
+    data = CollectorDataModule("CartPole-v1", num_envs=8, frames_per_batch=512, total_frames=frames, evaluation=None)
     trainer = L.Trainer(
         accelerator="cpu",
         max_epochs=-1,

@@ -71,7 +71,8 @@ def summary(trainer: L.Trainer) -> list[str]:
     folder = Path(trainer.log_dir or trainer.default_root_dir)
     lines = ["", f"results in      {folder}"]
     lines += [f"config          {path}" for path in [folder / "config.yaml"] if path.is_file()]
-    for callback in trainer.callbacks:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
+    for callback in callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.best_model_path:
             lines.append(f"checkpoint      {callback.best_model_path}")
         if isinstance(callback, LearningCurve) and callback.path is not None:

@@ -20,7 +20,7 @@ from lit_collect.envs.direct import DirectEnv
 from lit_collect.envs.factories import EnvLike, resolve_env
 from lit_collect.errors import BudgetSpentError, CollectorClosedError
 from lit_collect.frames import count_frames
-from lit_collect.seeding import RandomStream, Placement, acting_seed, env_seeds, resolve_entropy
+from lit_collect.seeding import Placement, RandomStream, acting_seed, env_seeds, resolve_entropy
 from lit_collect.weights import Weights, copy_weights, models_to_update, named_tensors
 from lit_collect.worker import WorkerSpec
 

@@ -27,7 +27,7 @@ class Columns:
         action_spec: of one env copy.
     """
 
-    def __init__(self, steps: int, num_envs: int, observation_spec: TreeSpec, action_spec: TreeSpec) -> None:
+    def __init__(self, steps: int, num_envs: int, *, observation_spec: TreeSpec, action_spec: TreeSpec) -> None:
         self.steps = steps
         self._shape = (steps, num_envs)
         self._action_leaves = action_spec.leaves
@@ -96,7 +96,9 @@ class Columns:
                 f"the policy's {'.'.join(key)} must have one row for each of {self._shape[1]} env copies, "
                 f"got shape {tuple(value.shape)}"
             )
-        dtype = value.dtype if leaf is None or leaf.dtype.kind == "f" else torch.from_numpy(np.empty(0, leaf.stored)).dtype
+        dtype = value.dtype
+        if leaf is not None and leaf.dtype.kind != "f":  # indices are stored as the space has them
+            dtype = torch.from_numpy(np.empty(0, leaf.stored)).dtype
         with torch.inference_mode(False):
             return torch.zeros((*self._shape, *value.shape[1:]), dtype=dtype)
 

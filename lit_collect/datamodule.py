@@ -170,7 +170,7 @@ class CollectorDataModule(L.LightningDataModule):
         return {} if self._collector is None else self._collector.statistics()
 
     def __str__(self) -> str:
-        """The settings. (Lightning's own text would iterate over the loaders, and so collect.)"""
+        """The settings; Lightning's own text would iterate over the loaders, and so collect."""
         return (
             f"{type(self).__name__}(env={self._source.description!r}, num_envs={self._num_envs}, "
             f"frames_per_batch={self.frames_per_batch}, total_frames={self.total_frames})"
@@ -333,9 +333,8 @@ class CollectorDataModule(L.LightningDataModule):
         if self._policy is not None:
             return self._policy
         module = None if self.trainer is None else self.trainer.lightning_module
-        if hasattr(module, "collector_policy"):
-            return module.collector_policy()
-        policy = getattr(module, "policy", None)
+        make_policy = getattr(module, "collector_policy", None)
+        policy = getattr(module, "policy", None) if make_policy is None else make_policy()
         if policy is None:
             raise TypeError(
                 f"there is no policy to act with : expected an attribute `policy` or a method `collector_policy` of "
@@ -348,7 +347,11 @@ class CollectorDataModule(L.LightningDataModule):
             return []
         if stage not in self._evaluators:
             self._evaluators[stage] = Evaluator(
-                self._source, self._evaluation, self._rollout, self._acting_policy, self._place(stage)
+                self._source,
+                self._evaluation,
+                rollout=self._rollout,
+                policy=self._acting_policy,
+                place=self._place(stage),
             )
         return EvaluationLoader(self._evaluators[stage], self.round_listeners)
 
@@ -379,13 +382,13 @@ class CollectorDataModule(L.LightningDataModule):
     def _add_callbacks(self, trainer: L.Trainer) -> None:
         for kind in (WeightSync, FrameBudget):
             if self._callback(kind) is None:
-                trainer.callbacks.insert(0, kind())  # before the checkpoint callbacks, which Lightning keeps last
+                _callbacks(trainer).insert(0, kind())  # before the checkpoint callbacks, which Lightning keeps last
         budget = self._callback(FrameBudget)
         assert budget is not None
         budget.stream = self._stream
 
     def _callback(self, kind: type) -> Any:
-        callbacks = [] if self.trainer is None else self.trainer.callbacks
+        callbacks = [] if self.trainer is None else _callbacks(self.trainer)
         return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
     @staticmethod
@@ -393,3 +396,7 @@ class CollectorDataModule(L.LightningDataModule):
         for name, value in settings.items():
             if value is not None:
                 raise ValueError(f"{name} is not available in this version : expected None, got {value!r}")
+
+
+def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning at run time

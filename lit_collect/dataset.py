@@ -184,7 +184,7 @@ def make_dataloader(dataset: CollectorDataset) -> DataLoader[TensorDictBase]:
         [torch.Size([2, 4]), torch.Size([2, 4])]
         >>> collector.shutdown()
     """
-    return DataLoader(dataset, batch_size=None, num_workers=0, collate_fn=_identity)
+    return DataLoader(dataset, batch_size=None, num_workers=0, collate_fn=_identity)  # type: ignore[arg-type]  # one batch, no list
 
 
 def _identity(batch: TensorDictBase) -> TensorDictBase:
@@ -201,5 +201,3 @@ def _index_minibatches(rows: int, cuts: int, updates: UpdateConfig) -> tuple[tor
     if rows < cuts:  # not even one row each: some are used twice rather than none at all
         order = order.repeat(-(-cuts // max(rows, 1)))[: max(cuts, rows)]
     return order.tensor_split(cuts)
-
-

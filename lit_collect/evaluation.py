@@ -11,7 +11,7 @@ from lit_collect.config import EvaluationConfig, RolloutConfig
 from lit_collect.envs.factories import EnvSource
 from lit_collect.frames import MASK, NEXT_DONE
 from lit_collect.rollout import RolloutRunner
-from lit_collect.seeding import RandomStream, Placement, acting_seed, env_seeds
+from lit_collect.seeding import Placement, RandomStream, acting_seed, env_seeds
 from lit_collect.worker import WorkerSpec, build_runner
 
 _CHUNK = 32  # steps between two looks whether every copy has finished
@@ -36,6 +36,7 @@ class Evaluator:
         self,
         source: EnvSource,
         config: EvaluationConfig,
+        *,
         rollout: RolloutConfig,
         policy: Callable[[], Any],
         place: Placement,
@@ -129,7 +130,9 @@ def first_episodes(batch: TensorDictBase) -> TensorDictBase:
     longest = int(mask.any(0).nonzero().max()) + 1
     cut = batch[:, :longest].clone()
     mask = mask[:, :longest].contiguous()
-    cut = cut.apply(lambda leaf: leaf.masked_fill(~mask.reshape(*mask.shape, *[1] * (leaf.ndim - 2)), 0))
+    for key in cut.keys(include_nested=True, leaves_only=True):
+        leaf = cut[key]
+        leaf.masked_fill_(~mask.reshape(*mask.shape, *[1] * (leaf.ndim - 2)), 0)
     cut[MASK] = mask
     return cut
 
@@ -141,4 +144,4 @@ def _play_until_all_ended(runner: RolloutRunner) -> TensorDict:
         chunk = runner.collect(_CHUNK, version=0)
         ended |= chunk[NEXT_DONE].squeeze(-1).any(-1).numpy()
         chunks.append(chunk)
-    return torch.cat(chunks, dim=1)
+    return torch.cat(chunks, dim=1)  # type: ignore[arg-type, return-value]  # tensordict joins them

@@ -6,7 +6,7 @@ An unbatched env leaves N out. The last batch dimension is named "time". The lay
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from lit_collect.errors import FrameContractError
 

@@ -24,7 +24,7 @@ from lit_collect.sampling import CATEGORICAL, NORMAL, Family
 _FAMILIES: dict[Any, Family] = {distributions.Categorical: CATEGORICAL, distributions.Normal: NORMAL}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stage:
     """One call of a plain module: which values it takes and which it gives."""
 
@@ -33,7 +33,7 @@ class Stage:
     gives: tuple[Key, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoweredActor:
     """A TensorDict actor as a list of calls, and how its action is drawn at the end."""
 
@@ -87,7 +87,7 @@ def lower(policy: nn.Module) -> LoweredActor | None:
     if len(known) < len(stages):
         return None
     if last is None:
-        return LoweredActor(tuple(known), None, (), ("action",), None)
+        return LoweredActor(stages=tuple(known), family=None, parameters=(), action=("action",), log_prob=None)
     return _with_draw(tuple(known), last)
 
 
@@ -117,7 +117,7 @@ def _stage(module: nn.Module) -> Stage | None:
     takes, gives = _keys(module.in_keys), _keys(module.out_keys)
     if any(part == "_" for key in gives for part in key):
         return None
-    return Stage(module.module, takes, gives)
+    return Stage(module=module.module, takes=takes, gives=gives)
 
 
 def _with_draw(stages: tuple[Stage, ...], last: ProbabilisticTensorDictModule) -> LoweredActor | None:
@@ -135,11 +135,11 @@ def _with_draw(stages: tuple[Stage, ...], last: ProbabilisticTensorDictModule) -
     if set(parameters) != set(family.parameters):
         return None
     return LoweredActor(
-        stages,
-        family,
-        tuple(parameters[name] for name in family.parameters),
-        action,
-        _keys([last.log_prob_key])[0] if last.return_log_prob else None,
+        stages=stages,
+        family=family,
+        parameters=tuple(parameters[name] for name in family.parameters),
+        action=action,
+        log_prob=_keys([last.log_prob_key])[0] if last.return_log_prob else None,
     )
 
 

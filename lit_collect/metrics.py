@@ -4,6 +4,7 @@ Legend: see `lit_collect.frames`. Returns are undiscounted sums of stored reward
 """
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from time import perf_counter
 from typing import NamedTuple
 
@@ -38,24 +39,24 @@ class EpisodeTotals(NamedTuple):
     """Env copies."""
 
     @classmethod
-    def of(cls, returns: np.ndarray, lengths: np.ndarray) -> "EpisodeTotals":
+    def of(cls, returns: Sequence[float], lengths: Sequence[int]) -> "EpisodeTotals":
         """The totals of finished episodes.
 
         Args:
-            returns: [B] float64.
-            lengths: [B] frames.
+            returns: of each episode.
+            lengths: frames of the same episodes.
         """
-        if not len(returns):
+        if not returns:
             return cls()
-        total = float(returns.sum())
-        distances = returns - total / len(returns)
+        total = sum(returns)
+        mean = total / len(returns)
         return cls(
             episodes=len(returns),
             return_sum=total,
-            return_squares=float(distances @ distances),
-            return_min=float(returns.min()),
-            return_max=float(returns.max()),
-            length_sum=float(lengths.sum()),
+            return_squares=sum([(value - mean) ** 2 for value in returns]),
+            return_min=min(returns),
+            return_max=max(returns),
+            length_sum=sum(lengths),
             ended=len(returns),
             ended_total=len(returns),
         )
@@ -73,7 +74,7 @@ def summarise(ranks: Sequence[EpisodeTotals]) -> dict[str, float]:
         mean return so far of the running episodes. Nothing if there are no env copies either.
 
     Example:
-        >>> summarise([EpisodeTotals.of(np.array([1.0, 3.0]), np.array([4, 6]))])["return_std"]
+        >>> summarise([EpisodeTotals.of([1.0, 3.0], [4, 6])])["return_std"]
         1.0
     """
     episodes = sum(rank.episodes for rank in ranks)
@@ -157,36 +158,37 @@ class EpisodeStatistics(Metric):
             batch: [N, T] or [T] with ``("next", "reward")``, ``("next", "done")`` and, where they exist, ``is_init``
                 and ``("collector", "mask")``. Another N than before begins new episodes.
         """
-        done = _rows(batch, NEXT_DONE)
-        rewards = _rows(batch, NEXT_REWARD).astype(np.float64)
-        copies, steps = done.shape
-        begins = np.empty((copies, steps), bool)
-        begins[:, 0] = True  # a segment for the part of an episode that lies in this batch
-        begins[:, 1:] = done[:, :-1]
-        first, mask = _rows_or_none(batch, IS_INIT), _rows_or_none(batch, MASK)
-        carries = np.full(copies, len(self.running_returns) == copies)
-        if first is not None:
-            begins |= first
-            carries &= ~first[:, 0]
+        steps = batch.shape[-1]
+        done, first, mask = _rows(batch, NEXT_DONE), _rows_or_none(batch, IS_INIT), _rows_or_none(batch, MASK)
+        rewards = _rows(batch, NEXT_REWARD).ravel().astype(np.float64)
         if mask is not None:
-            rewards[~mask] = 0.0
+            rewards[~mask.ravel()] = 0.0
             done = done & mask
+        last = set(np.flatnonzero(done).tolist())  # rows are numbered copy by copy
+        firsts = set() if first is None else set(np.flatnonzero(first).tolist())
+        cuts = {*range(0, done.size, steps), *(row + 1 for row in last), *firsts} - {done.size}
+        starts = sorted(cuts)  # of the parts of episodes that lie in this batch
+        stops = [*starts[1:], done.size]
+        returns = np.add.reduceat(rewards, starts).tolist()
+        if mask is None:
+            lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
+        else:
+            lengths = np.add.reduceat(mask.ravel(), starts, dtype=np.int64).tolist()
 
-        starts = np.flatnonzero(begins)
-        stops = np.append(starts[1:], copies * steps)
-        returns = np.add.reduceat(rewards.ravel(), starts)
-        lengths = stops - starts if mask is None else np.add.reduceat(mask.ravel().astype(np.int64), starts)
-        ended = done.ravel()[stops - 1]
-        leading = np.flatnonzero(starts % steps == 0)
-        trailing = np.append(leading[1:], len(starts)) - 1
-        if carries.any():
-            returns[leading] += np.where(carries, self.running_returns.numpy(), 0.0)
-            lengths[leading] += np.where(carries, self.running_lengths.numpy(), 0)
-        self.running_returns = torch.from_numpy(np.where(ended[trailing], 0.0, returns[trailing]))
-        self.running_lengths = torch.from_numpy(np.where(ended[trailing], 0, lengths[trailing]))
-        if ended.any():
-            order = np.argsort((stops[ended] - 1) % steps, kind="stable")
-            self._finish(returns[ended][order], lengths[ended][order])
+        running = self._running(len(done))
+        finished = []
+        for start, stop, part_return, part_length in zip(starts, stops, returns, lengths, strict=True):
+            copy, step = divmod(start, steps)
+            so_far, frames = running[copy] if step == 0 and start not in firsts else (0.0, 0)
+            running[copy] = so_far + part_return, frames + part_length
+            if stop - 1 in last:
+                finished.append(((stop - 1) % steps, *running[copy]))
+                running[copy] = 0.0, 0
+        self.running_returns = torch.tensor([so_far for so_far, _ in running], dtype=torch.float64)
+        self.running_lengths = torch.tensor([frames for _, frames in running])
+        if finished:
+            finished.sort(key=itemgetter(0))  # by time
+            self._finish(finished)
 
     def compute(self) -> dict[str, float]:
         """What `summarise` says of this rank alone: plain numbers."""
@@ -195,16 +197,16 @@ class EpisodeStatistics(Metric):
     def totals(self) -> EpisodeTotals:
         """The same as sums and counts, for `summarise`."""
         total = int(self.count_total)
-        return EpisodeTotals.of(self.returns.numpy(), self.lengths.numpy())._replace(
+        return EpisodeTotals.of(self.returns.tolist(), self.lengths.tolist())._replace(
             ended=total - int(self.count_before),
             ended_total=total,
-            running_sum=float(self.running_returns.numpy().sum()),
+            running_sum=sum(self.running_returns.tolist()),
             copies=len(self.running_returns),
         )
 
     def begin_interval(self) -> None:
         """Let ``count`` begin at 0 again."""
-        self.count_before = self.count_total.clone()
+        self.count_before.copy_(self.count_total)
         self._computed = None
 
     def restore(self, returns: Sequence[float], lengths: Sequence[int], count_total: int) -> None:
@@ -221,10 +223,19 @@ class EpisodeStatistics(Metric):
         self.count_total = torch.tensor(count_total)
         self.begin_interval()
 
-    def _finish(self, returns: np.ndarray, lengths: np.ndarray) -> None:
-        self.returns = torch.from_numpy(np.append(self.returns.numpy(), returns)[-self.window :])
-        self.lengths = torch.from_numpy(np.append(self.lengths.numpy(), lengths)[-self.window :])
-        self.count_total = self.count_total + len(returns)
+    def _running(self, copies: int) -> list[tuple[float, int]]:
+        """Return and frames so far of each copy's running episode."""
+        if len(self.running_returns) != copies:
+            return [(0.0, 0)] * copies
+        return list(zip(self.running_returns.tolist(), self.running_lengths.tolist(), strict=True))
+
+    def _finish(self, episodes: list[tuple[int, float, int]]) -> None:
+        """Take up episodes as step, return and length."""
+        returns = [*self.returns.tolist(), *(episode[1] for episode in episodes)]
+        lengths = [*self.lengths.tolist(), *(episode[2] for episode in episodes)]
+        self.returns = torch.tensor(returns[-self.window :], dtype=torch.float64)
+        self.lengths = torch.tensor(lengths[-self.window :])
+        self.count_total += len(episodes)
 
 
 def episode_returns(batch: TensorDictBase) -> tuple[Tensor, Tensor]:

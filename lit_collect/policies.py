@@ -7,7 +7,7 @@ with ``"action"`` and extras, a mapping with distribution parameters (``logits``
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
@@ -19,7 +19,7 @@ from tensordict.nn import InteractionType, TensorDictModuleBase, set_interaction
 from torch import Tensor, distributions, nn
 
 from lit_collect.config import Exploration
-from lit_collect.envs.spaces import TreeSpec, nest, sample_leaf
+from lit_collect.envs.spaces import LeafSpec, TreeSpec, nest, sample_leaf
 from lit_collect.errors import FrameContractError
 from lit_collect.frames import ACTION, RESERVED, Key
 from lit_collect.lowering import LoweredActor, lower
@@ -131,13 +131,19 @@ class FunctionActor(Actor):
     """
 
     def __init__(
-        self, policy: Callable[..., Any], observation_spec: TreeSpec, action_spec: TreeSpec, exploration: Exploration
+        self,
+        policy: Callable[..., Any],
+        *,
+        observation_spec: TreeSpec,
+        action_spec: TreeSpec,
+        exploration: Exploration,
     ) -> None:
         owner = policy if isinstance(policy, nn.Module) else getattr(policy, "__self__", None)  # of a bound method
         self.module = owner if isinstance(owner, nn.Module) else None
         self._policy = policy
         self._paths = None if observation_spec.is_plain else [leaf.path for leaf in observation_spec.leaves]
-        self._action_dims = tuple(len(leaf.shape) for leaf in action_spec.leaves)
+        self._observed = frozenset(leaf.key[0] for leaf in observation_spec.leaves)
+        self._action = action_spec.leaves[0]
         self._exploration: Exploration = exploration
         self._decoder: _Decoder | None = None
         self._decode: Callable[[Any], Sequence[Tensor]] | None = None
@@ -149,7 +155,7 @@ class FunctionActor(Actor):
             leaves = self.moved(leaves)
         answer = self._call(leaves[0] if self._paths is None else nest(self._paths, leaves))
         if self._decode is None:
-            self._decoder = _decoder_for(answer, self._exploration, self._action_dims[0])
+            self._decoder = _decoder_for(answer, self._exploration, self._action, self._observed)
             self.keys, self._decode = self._decoder.keys, self._decoder.decode
         return self._decode(answer)
 
@@ -168,11 +174,11 @@ class FunctionActor(Actor):
 class TensorDictActor(Actor):
     """A TensorDict module that cannot be lowered, called as it is."""
 
-    def __init__(self, policy: TensorDictModuleBase, observation_spec: TreeSpec, exploration: Exploration) -> None:
+    def __init__(self, policy: TensorDictModuleBase, *, observation_spec: TreeSpec, exploration: Exploration) -> None:
         self.module = policy
         self._policy = policy
         self._observation_keys = [leaf.key for leaf in observation_spec.leaves]
-        self.keys = tuple(_key(key) for key in policy.out_keys if not _is_unnamed(key))
+        self.keys = _output_keys([_key(key) for key in policy.out_keys if not _is_unnamed(key)], observation_spec)
         self._interaction = InteractionType.from_str(exploration)
 
     def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
@@ -194,14 +200,15 @@ class LoweredTensorDictActor(Actor):
     """A standard TensorDict actor as plain calls (see `lit_collect.lowering`)."""
 
     def __init__(
-        self, policy: TensorDictModuleBase, plan: LoweredActor, observation_spec: TreeSpec, exploration: Exploration
+        self, policy: TensorDictModuleBase, plan: LoweredActor, *, observation_spec: TreeSpec, exploration: Exploration
     ) -> None:
         self.module = policy
         self._plan = plan
+        self._interaction = InteractionType.from_str(exploration)
         self._observation_keys = tuple(leaf.key for leaf in observation_spec.leaves)
         self._choose = plan.family.chooser(exploration) if plan.family is not None else None
         given = [key for stage in plan.stages for key in stage.gives]
-        self.keys = tuple(dict.fromkeys([*given, plan.action] if plan.family is not None else given))
+        self.keys = _output_keys([*given, plan.action] if plan.family is not None else given, observation_spec)
 
     def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """Run the calls and draw the action."""
@@ -216,9 +223,17 @@ class LoweredTensorDictActor(Actor):
         """The log-probabilities, if the actor returns them."""
         plan = self._plan
         if plan.family is None or plan.log_prob is None:
+            for key in plan.parameters:
+                _check_nan(columns[key])
             return {}
         values = plan.family.log_prob(columns[plan.action], *[columns[key] for key in plan.parameters])
-        return {plan.log_prob: _checked_log_prob(values)}
+        return {plan.log_prob: _check_nan(values)}
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """See `Actor.acting`; also sets tensordict's interaction type, which inner modules may ask for."""
+        with super().acting(), set_interaction_type(self._interaction):
+            yield
 
 
 def make_actor(
@@ -238,18 +253,20 @@ def make_actor(
     """
     if isinstance(policy, PolicyFactory):
         policy = policy()
+        if policy is None or isinstance(policy, PolicyFactory):
+            raise TypeError(f"policy cannot act : expected a PolicyFactory to build one, got {policy!r} from it")
     if policy is None or isinstance(policy, RandomPolicy):
         return RandomActor(action_spec, seed)
     if isinstance(policy, TensorDictModuleBase):
         plan = lower(policy)
         if plan is not None and _fits(plan, observation_spec):
-            return LoweredTensorDictActor(policy, plan, observation_spec, exploration)
-        return TensorDictActor(policy, observation_spec, exploration)
+            return LoweredTensorDictActor(policy, plan, observation_spec=observation_spec, exploration=exploration)
+        return TensorDictActor(policy, observation_spec=observation_spec, exploration=exploration)
     if isinstance(policy, type) or not callable(policy):
         raise TypeError(
             f"policy cannot act : expected an nn.Module, a callable, a PolicyFactory or None, got {policy!r}"
         )
-    return FunctionActor(policy, observation_spec, action_spec, exploration)
+    return FunctionActor(policy, observation_spec=observation_spec, action_spec=action_spec, exploration=exploration)
 
 
 class _Decoder(ABC):
@@ -280,39 +297,41 @@ class _NamedValues(_Decoder):
         self.keys = tuple(_paths(answer))
         tensors = all(isinstance(_at(answer, key), Tensor) for key in self.keys)
         if tensors and len(self.keys) > 1 and all(len(key) == 1 for key in self.keys):
-            self.decode = itemgetter(*[key[0] for key in self.keys])  # type: ignore[method-assign]  # the same, in C
+            self.decode = itemgetter(*[key[0] for key in self.keys])  # type: ignore[method-assign, assignment]  # in C
 
     def decode(self, answer: Any) -> Sequence[Tensor]:
         return [torch.as_tensor(_at(answer, key)) for key in self.keys]
 
 
 class _Parameters(_Decoder):
-    """A flat mapping that holds distribution parameters: the action is drawn here."""
+    """A mapping that holds distribution parameters: the action is drawn here."""
 
-    def __init__(self, answer: Mapping[str, Any], family: Family, exploration: Exploration, action_dims: int) -> None:
-        self._given = list(answer.keys())
-        self.keys = (*[(name,) for name in self._given], ACTION)
+    def __init__(self, answer: Mapping[str, Any], family: Family, exploration: Exploration, action: LeafSpec) -> None:
+        given = _NamedValues(answer)
+        self.keys = (*given.keys, ACTION)
+        self._given = given.decode
         self._family, self._choose = family, family.chooser(exploration)
-        self._event_dims = action_dims
+        self._event_dims = len(action.shape)
         self._parameters: tuple[Key, ...] = tuple((name,) for name in family.parameters)
+        self._positions = [given.keys.index(key) for key in self._parameters]
 
     def decode(self, answer: Any) -> Sequence[Tensor]:
-        values = [answer[name] for name in self._given]
-        values.append(self._choose(*[answer[name] for name in self._family.parameters]))
-        return values
+        values = self._given(answer)
+        return [*values, self._choose(*[values[position] for position in self._positions])]
 
     def complete(self, columns: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         parameters = [columns[key] for key in self._parameters]
         values = joint(self._family.log_prob(columns[ACTION], *parameters), self._event_dims)
-        return {LOG_PROB: _checked_log_prob(values)}
+        return {LOG_PROB: _check_nan(values)}
 
 
 class _KnownDistribution(_Parameters):
     """A distribution object of a known family; its parameters are kept under private keys."""
 
-    def __init__(self, family: Family, exploration: Exploration, action_dims: int) -> None:
-        super().__init__({f"_{name}": None for name in family.parameters}, family, exploration, action_dims)
-        self._parameters = self.keys[:-1]
+    def __init__(self, family: Family, exploration: Exploration, action: LeafSpec) -> None:
+        super().__init__(dict.fromkeys(family.parameters), family, exploration, action)
+        self._parameters = tuple((f"_{name}",) for name in family.parameters)
+        self.keys = (*self._parameters, ACTION)
 
     def decode(self, answer: Any) -> Sequence[Tensor]:
         known = family_of(answer)
@@ -326,31 +345,35 @@ class _AnyDistribution(_Decoder):
 
     keys = (ACTION, LOG_PROB)
 
-    def __init__(self, exploration: Exploration) -> None:
+    def __init__(self, exploration: Exploration, action: LeafSpec) -> None:
         self._exploration: Exploration = exploration
+        self._whole = action.dtype.kind != "f"
 
     def decode(self, answer: Any) -> Sequence[Tensor]:
         action = choose_from(answer, self._exploration)
         log_prob = answer.log_prob(action)
+        if self._whole and answer.support.is_discrete:  # a Bernoulli gives its zeros and ones as floats
+            action = action.long()
         return action, joint(log_prob, log_prob.ndim - 1)
 
 
-def _decoder_for(answer: Any, exploration: Exploration, action_dims: int) -> _Decoder:
+def _decoder_for(answer: Any, exploration: Exploration, action: LeafSpec, observed: frozenset[str]) -> _Decoder:
     if isinstance(answer, (Tensor, np.ndarray)):
         return _PlainAction()
     if isinstance(answer, distributions.Distribution):
         known = family_of(answer)
-        return _KnownDistribution(known[0], exploration, action_dims) if known else _AnyDistribution(exploration)
+        return _KnownDistribution(known[0], exploration, action) if known else _AnyDistribution(exploration, action)
     if isinstance(answer, (Mapping, TensorDictBase)):
-        _check_names(answer)
-        if "action" in answer.keys():
+        names = set(answer.keys())
+        _check_names(names, RESERVED | observed)
+        if "action" in names:
             return _NamedValues(answer)
         for family in FAMILIES:
-            if all(name in answer.keys() for name in family.parameters):
-                return _Parameters(answer, family, exploration, action_dims)
+            if names.issuperset(family.parameters):
+                return _Parameters(answer, family, exploration, action)
         raise FrameContractError(
             f"the policy returned a mapping without an action : expected 'action', or 'logits', or 'loc' and 'scale', "
-            f"got {sorted(answer.keys())}"
+            f"got {sorted(names)}"
         )
     raise FrameContractError(
         "the policy returned no action : expected a tensor, a mapping with 'action' or distribution parameters, or a "
@@ -358,8 +381,8 @@ def _decoder_for(answer: Any, exploration: Exploration, action_dims: int) -> _De
     )
 
 
-def _check_names(answer: Mapping[str, Any]) -> None:
-    taken = sorted(name for name in answer.keys() if name in RESERVED - {"action"})
+def _check_names(names: Iterable[str], reserved: frozenset[str]) -> None:
+    taken = sorted({name for name in names if name in reserved - {"action"}})
     if taken:
         raise FrameContractError(f"the policy returned {taken}, names that the batch itself takes; rename them")
 
@@ -378,6 +401,13 @@ def _at(answer: Any, key: Key) -> Tensor:
     return answer
 
 
+def _output_keys(keys: Sequence[Key], observation_spec: TreeSpec) -> tuple[Key, ...]:
+    """What a TensorDict module gives besides a changed observation, which it changes again when it is trained."""
+    _check_names([key[0] for key in keys], RESERVED)
+    observed = {leaf.key for leaf in observation_spec.leaves}
+    return tuple(dict.fromkeys(key for key in keys if key not in observed))
+
+
 def _key(key: Any) -> Key:
     return (key,) if isinstance(key, str) else tuple(key)
 
@@ -388,16 +418,17 @@ def _is_unnamed(key: Any) -> bool:
 
 def _fits(plan: LoweredActor, observation_spec: TreeSpec) -> bool:
     """Whether every call finds its inputs; if not, tensordict's own error is the better one."""
-    known = {leaf.key for leaf in observation_spec.leaves}
+    observed = {leaf.key for leaf in observation_spec.leaves}
+    known = set(observed)
     for stage in plan.stages:
         if not known.issuperset(stage.takes):
             return False
         known.update(stage.gives)
-    return known.issuperset(plan.parameters)
+    return (known - observed).issuperset(plan.parameters)
 
 
-def _checked_log_prob(values: Tensor) -> Tensor:
-    """Raise where a policy's parameters were NaN: sampling hides it, the log-probability does not."""
+def _check_nan(values: Tensor) -> Tensor:
+    """Raise where a policy's parameters were NaN: sampling hides it, they and the log-probability do not."""
     if math.isnan(float(values.sum())) and bool(values.isnan().any()):
         step, copy = values.isnan().nonzero()[0][:2].tolist()
         raise FrameContractError(f"the policy gave NaN for env copy {copy} at step {step} of the batch")
@@ -438,4 +469,3 @@ def _training_parts(module: nn.Module | None) -> list[nn.Module]:
     if module is None or not any(isinstance(part, _MODE_DEPENDENT) for part in module.modules()):
         return []
     return [part for part in module.modules() if part.training]
-

@@ -77,12 +77,13 @@ class RolloutRunner:
         self._columns: Columns | None = None
         self._carried: Leaves | None = None  # what the policy sees next, None: reset first
         self._fresh = np.ones(env.num_envs, bool)  # which copies begin an episode with the next row
+        self._open = np.zeros(env.num_envs, bool)  # which copies are within a trajectory that has rows
         self._closed = False
 
     @property
     def running_trajectories(self) -> list[int]:
         """For each copy the number of its first trajectory that is not begun yet."""
-        return (self._begun + ~self._fresh).tolist()
+        return (self._begun + self._open).tolist()
 
     def collect(self, steps: int, version: int, frame_limit: int | None = None) -> TensorDict:
         """Make one batch.
@@ -102,19 +103,24 @@ class RolloutRunner:
         """
         if self._closed:
             raise CollectorClosedError("the collector is closed; build a new one")
-        with self._stream.active():
-            if self._carried is None or self._config.reset_at_each_iter:
-                self._reset()
-            columns = self._columns_for(steps)
-            random_steps = min(self.warm_up_steps, steps)
-            finals = self._roll(columns, steps, random_steps)
-        self.warm_up_steps -= random_steps
-        self._carried = columns.last_observation(steps)
-        if self._config.check_finite:
-            _check_finite(columns, steps)
+        random_steps = min(self.warm_up_steps, steps)
         versions = np.full(steps, version, np.int64)
         versions[:random_steps] = RANDOM_VERSION
-        return self._finish(columns, steps, finals, versions, frame_limit)
+        try:
+            with self._stream.active():
+                if self._carried is None or self._config.reset_at_each_iter:
+                    self._reset()
+                columns = self._columns_for(steps)
+                finals = self._roll(columns, steps, random_steps)
+            if self._config.check_finite:
+                _check_finite(columns, steps, finals)
+            batch = self._finish(columns, steps, finals, versions, frame_limit)
+        except BaseException:  # what the envs went through is lost, so the next batch begins new episodes
+            self._abandon()
+            raise
+        self.warm_up_steps -= random_steps
+        self._carried = columns.last_observation(steps)
+        return batch
 
     def reset(self, index: int | None = None) -> None:
         """Begin new episodes before the next batch, in all copies or in one; open trajectories end where they are."""
@@ -123,11 +129,16 @@ class RolloutRunner:
             return
         mask = np.zeros(self.env.num_envs, bool)
         mask[index] = True
-        with self._stream.active():
-            seen = self.env.reset(mask=mask)
+        try:
+            with self._stream.active():
+                seen = self.env.reset(mask=mask)
+        except BaseException:
+            self._abandon()
+            raise
         for carried, leaf in zip(self._carried, seen, strict=True):
             carried[index] = leaf[index]
-        self._begun[index] += not self._fresh[index]
+        self._begun[index] += self._open[index]
+        self._open[index] = False
         self._fresh[index] = True
 
     def reseed(self, seeds: Sequence[int], stream: RandomStream) -> None:
@@ -156,7 +167,8 @@ class RolloutRunner:
 
     def _abandon(self) -> None:
         """Leave all running trajectories; their ids are not used again."""
-        self._begun += ~self._fresh
+        self._begun += self._open
+        self._open[:] = False
         self._fresh[:] = True
         self._carried = None
 
@@ -165,27 +177,25 @@ class RolloutRunner:
         if self._columns is None or self._columns.steps < steps:
             with torch.inference_mode(False):
                 self._columns = Columns(
-                    steps, self.env.num_envs, self.env.observation_spec, self.env.action_spec
+                    steps,
+                    self.env.num_envs,
+                    observation_spec=self.env.observation_spec,
+                    action_spec=self.env.action_spec,
                 )
         self._columns.begin(self._carried)
         return self._columns
 
     def _roll(self, columns: Columns, steps: int, random_steps: int) -> list[tuple[int, Sequence[Final]]]:
-        """Fill the columns; on an error the episodes are left, so that the next batch begins new ones."""
+        """Fill the columns."""
         finals: list[tuple[int, Sequence[Final]]] = []
         versions = [column._version for column in columns.observations]
-        try:
-            with self.actor.acting():
-                if random_steps:
-                    self._learn_outputs(columns)
-                    self._act(self._warm_up, columns, 0, random_steps, finals)
-                self._act(self.actor, columns, random_steps, steps, finals)
-        except BaseException:
-            self._abandon()
-            raise
+        with self.actor.acting():
+            if random_steps:
+                self._learn_outputs(columns)
+                self._act(self._warm_up, columns, 0, random_steps, finals)
+            self._act(self.actor, columns, random_steps, steps, finals)
         # Only NumPy writes observations, which leaves torch's version counters alone: a change is the policy's doing.
         if versions != [column._version for column in columns.observations]:
-            self._abandon()
             raise FrameContractError("the policy changed its observation in place; let it work on a copy")
         return finals
 
@@ -216,11 +226,16 @@ class RolloutRunner:
         self.times.env_s += env_s
 
     def _learn_outputs(self, columns: Columns) -> None:
-        """Before random steps: see what the policy gives, without moving its random numbers, so all rows have it."""
+        """Before random steps: see what the policy gives, without moving its random numbers, so all rows have it.
+
+        It is zero in rows that the policy did not act.
+        """
         state = torch.get_rng_state()
         values = self.actor(columns.inputs[0])
         columns.targets(self.actor.keys, values)
         torch.set_rng_state(state)
+        for column in columns.outputs.values():
+            column.zero_()
 
     def _finish(
         self,
@@ -238,8 +253,7 @@ class RolloutRunner:
         shape = (self.env.num_envs, steps)
         with torch.inference_mode(False):
             root, successors = self._observation_columns(columns, steps, finals)
-            outputs = {key: column[:steps] for key, column in columns.outputs.items()}
-            for key, column in {**outputs, **self.actor.complete(outputs)}.items():
+            for key, column in self._outputs(columns, steps, int((versions == RANDOM_VERSION).sum())).items():
                 if not is_private(key):
                     _put(root, key, batch_major(column))
             done = terminated | truncated
@@ -251,7 +265,15 @@ class RolloutRunner:
             successors["terminated"], successors["truncated"] = flag(terminated), flag(truncated)
             root["next"] = successors
             root["collector"] = self._labels(done, valid, versions, frame_limit)
-            return TensorDict(root, batch_size=shape, names=[None, "time"])
+            return TensorDict(root, batch_size=shape, names=[None, "time"])  # type: ignore[list-item]  # None is a name
+
+    def _outputs(self, columns: Columns, steps: int, random_steps: int) -> dict[Key, Tensor]:
+        """What the policy gave, and what its actor completes for the rows that it acted."""
+        outputs = {key: column[:steps] for key, column in columns.outputs.items()}
+        completed = self.actor.complete({key: column[random_steps:] for key, column in outputs.items()})
+        for key, column in completed.items():
+            outputs[key] = torch.cat([column.new_zeros(random_steps, *column.shape[1:]), column])
+        return outputs
 
     def _observation_columns(
         self, columns: Columns, steps: int, finals: list[tuple[int, Sequence[Final]]]
@@ -267,7 +289,7 @@ class RolloutRunner:
             array = following.numpy()
             for t, ended in finals:
                 for final in ended:
-                    array[final.index, t] = final.obs[position]
+                    array[final.row, t] = final.obs[position]
             _put(root, leaf.key, batch_major(column[:steps]))
             _put(successors, leaf.key, following)
         return root, successors
@@ -279,7 +301,7 @@ class RolloutRunner:
         np.logical_not(valid, out=first[1:])  # a row that was spent on resetting is followed by a first row
         for t, ended in finals:
             for final in ended:
-                first[t + 1, final.index] = True
+                first[t + 1, final.row] = True
         self._fresh = first[-1]
         return first[:-1]
 
@@ -291,6 +313,7 @@ class RolloutRunner:
         order[1:] += ended[:-1]
         ids = order * self._total_copies + np.asarray(self.indices, np.int64)
         self._begun = self._begun + ended[-1]
+        self._open = valid[-1] & ~done[-1]
         labels = {"policy_version": torch.from_numpy(np.repeat(versions[None], copies, 0))}
         if self.env.may_mask:
             self.frames_stepped -= int(valid.size - valid.sum())
@@ -309,15 +332,19 @@ def _put(tree: dict, key: Key, value: Tensor) -> None:
     tree[key[-1]] = value
 
 
-def _check_finite(columns: Columns, steps: int) -> None:
+def _check_finite(columns: Columns, steps: int, finals: list[tuple[int, Sequence[Final]]]) -> None:
     """Raise for the first reward or observation that is NaN or infinite.
 
     Raises:
         FrameContractError: naming the step and the env copy.
     """
     named = [("reward", columns.reward[:steps])]
-    named += [("observation", leaf[1 : steps + 1].numpy()) for leaf in columns.observations if leaf.is_floating_point()]
+    named += [("observation", leaf[: steps + 1].numpy()) for leaf in columns.observations if leaf.is_floating_point()]
     for name, values in named:
         if not np.isfinite(values).all():
             step, copy = np.argwhere(~np.isfinite(values))[0][:2].tolist()
             raise FrameContractError(f"{name} of env copy {copy} is not finite at step {step} of the batch")
+    for t, ended in finals:
+        for final in ended:
+            if not all(np.isfinite(leaf).all() for leaf in final.obs):
+                raise FrameContractError(f"next observation of env copy {final.row} is not finite at step {t} of the batch")

@@ -15,7 +15,7 @@ from torch import Tensor, distributions
 from lit_collect.config import Exploration
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """A kind of distribution over actions, as functions of its parameters."""
 
@@ -67,15 +67,17 @@ def mode_normal(loc: Tensor, scale: Tensor) -> Tensor:
 
 
 def log_prob_normal(action: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
-    """Log-density of each value: float [...] -> float [...], not summed.
+    r"""Log-density of each value: float [...] -> float [...], not summed.
 
-    .. math:: -((a - \\mu)/\\sigma)^2/2 - \\ln \\sigma - \\ln(2\\pi)/2
+    .. math:: -((a - \mu)/\sigma)^2/2 - \ln \sigma - \ln(2\pi)/2
     """
     return -0.5 * ((action - loc) / scale).square() - scale.log() - 0.5 * math.log(2 * math.pi)
 
 
-CATEGORICAL = Family(("logits",), sample_categorical, mode_categorical, log_prob_categorical)
-NORMAL = Family(("loc", "scale"), sample_normal, mode_normal, log_prob_normal)
+CATEGORICAL = Family(
+    parameters=("logits",), sample=sample_categorical, mode=mode_categorical, log_prob=log_prob_categorical
+)
+NORMAL = Family(parameters=("loc", "scale"), sample=sample_normal, mode=mode_normal, log_prob=log_prob_normal)
 FAMILIES = (CATEGORICAL, NORMAL)
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 Stage = Literal["train", "validate", "test", "predict"]
 _STAGES: dict[Stage, int] = {"train": 0, "validate": 1, "test": 2, "predict": 3}
@@ -110,14 +111,14 @@ class RandomStream:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Swap the stream in, and on the way out (also after an exception) the caller's generators back."""
-        outside = torch.get_rng_state(), np.random.get_bit_generator(), random.getstate()
+        outside = torch.get_rng_state(), get_bit_generator(), random.getstate()
         torch.set_rng_state(self._torch)
-        np.random.set_bit_generator(self._numpy)  # exchanges the generator itself; copying its state takes 50 us
+        set_bit_generator(self._numpy)  # exchanges the generator itself; copying its state takes 50 us
         random.setstate(self._python)
         try:
             yield
         finally:
             self._torch, self._python = torch.get_rng_state(), random.getstate()
             torch.set_rng_state(outside[0])
-            np.random.set_bit_generator(outside[1])
+            set_bit_generator(outside[1])
             random.setstate(outside[2])

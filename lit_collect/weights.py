@@ -85,9 +85,7 @@ def copy_weights(source: Mapping[str, Tensor], module: nn.Module) -> None:
         raise ValueError(f"weights do not fit the policy: missing {missing}, unknown {unknown}")
     for name, tensor in target.items():
         if source[name].shape != tensor.shape:
-            raise ValueError(
-                f"weight {name!r} must have shape {tuple(tensor.shape)}, got {tuple(source[name].shape)}"
-            )
+            raise ValueError(f"weight {name!r} must have shape {tuple(tensor.shape)}, got {tuple(source[name].shape)}")
     with torch.no_grad():
         for name, tensor in target.items():
             if source[name] is not tensor:
@@ -106,10 +104,11 @@ def models_to_update(
     Raises:
         ValueError: if more than one of the four ways to give weights is used.
     """
-    named = {"policy_or_weights": policy_or_weights, "weights": weights, "policy": policy, "weights_dict": weights_dict}
+    named = {"policy_or_weights": policy_or_weights, "weights": weights, "policy": policy}
     given = {name: value for name, value in named.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"weights must be given in one way, got {' and '.join(given)}")
+    ways = [*given, *([] if weights_dict is None else ["weights_dict"])]
+    if len(ways) > 1:
+        raise ValueError(f"weights must be given in one way, got {' and '.join(ways)}")
     if weights_dict is not None:
         return dict(weights_dict)
-    return {model_id: value for value in given.values()}  # type: ignore[misc]  # weights_dict is not among them here
+    return {model_id: given[ways[0]]} if ways else {}

@@ -7,7 +7,7 @@ from lit_collect.config import RolloutConfig
 from lit_collect.envs.factories import EnvSource
 from lit_collect.policies import RandomActor, make_actor
 from lit_collect.rollout import RolloutRunner
-from lit_collect.seeding import RandomStream, Placement, acting_seed, env_seeds
+from lit_collect.seeding import Placement, RandomStream, acting_seed, env_seeds
 
 
 @dataclass(frozen=True, kw_only=True)

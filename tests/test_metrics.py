@@ -210,7 +210,7 @@ def test_window_below_one_is_refused() -> None:
 def test_ranks_are_joined_as_if_their_episodes_were_one_set() -> None:
     random = np.random.default_rng(0)
     sets = [random.normal(1e6, 1.0, size) for size in (1, 7, 30)]
-    ranks = [EpisodeTotals.of(returns, np.full(len(returns), 3)) for returns in sets]
+    ranks = [EpisodeTotals.of(returns.tolist(), [3] * len(returns)) for returns in sets]
     ranks.insert(1, EpisodeTotals(running_sum=5.0, copies=2))  # a rank without an episode
     together = np.concatenate(sets)
     assert summarise(ranks) == pytest.approx(

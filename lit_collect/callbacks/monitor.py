@@ -263,11 +263,11 @@ class CollectionMonitor(Callback):
             self._saved_at = now
 
     def _log_evaluation(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        returns, lengths = torch.cat(self._rounds, 1).numpy()
+        returns, lengths = torch.cat(self._rounds, 1)
         self._forget_rounds()
         if trainer.sanity_checking or self._source is None:
             return
-        ranks = gather_numbers(trainer, EpisodeTotals.of(returns, lengths))
+        ranks = gather_numbers(trainer, EpisodeTotals.of(returns.tolist(), lengths.tolist()))
         summary = summarise_episodes([EpisodeTotals(*rank) for rank in ranks])
         if not summary:
             return

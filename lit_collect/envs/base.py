@@ -44,7 +44,7 @@ class StepViews(NamedTuple):
 class Final(NamedTuple):
     """The true successor of a row whose episode ended, where `StepViews.obs` already holds the next reset."""
 
-    index: int
+    row: int
     """Env copy."""
     obs: Leaves
     """[...] per leaf, owned by the receiver."""

@@ -120,7 +120,9 @@ class DirectEnv(BatchedEnv):
                 if terminated or truncated:
                     views.terminated[index] = terminated
                     views.truncated[index] = truncated
-                    copies = tuple(np.array(v, s.stored) for v, s in zip(leaves, self.observation_spec.leaves, strict=True))
+                    copies = tuple(
+                        np.array(v, s.stored) for v, s in zip(leaves, self.observation_spec.leaves, strict=True)
+                    )
                     finals.append(Final(index, copies))
                     leaves = self._reset_one(index, None)
                 for target, leaf in zip(views.obs, leaves, strict=True):
@@ -178,5 +180,3 @@ def _failed(index: int, doing: str, error: Exception) -> WorkerFailedError:
 
 def _brief(value: object) -> str:
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
-
-

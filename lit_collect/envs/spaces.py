@@ -18,7 +18,7 @@ Path = tuple[str | int, ...]
 _LEAF_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LeafSpec:
     """One array of an observation or action."""
 
@@ -57,8 +57,8 @@ class LeafSpec:
         if array.shape != self.shape:
             raise FrameContractError(f"{name} has a wrong shape : expected {self._expected()}, got {array.shape}")
         # Numbers and lists have no dtype of their own; arrays must lose nothing on the way into the space's dtype.
-        rule = "safe" if isinstance(value, (np.ndarray, np.generic)) and array.ndim else "same_kind"
-        if not np.can_cast(array.dtype, self.dtype, rule):
+        has_dtype = isinstance(value, np.ndarray) and array.ndim > 0
+        if not np.can_cast(array.dtype, self.dtype, "safe" if has_dtype else "same_kind"):
             raise FrameContractError(
                 f"{name} has a wrong dtype : expected {self._expected()}, got {array.dtype}; "
                 f"return that dtype or declare it in the space"
@@ -92,7 +92,8 @@ class TreeSpec:
             ValueError: if a key of a Dict is taken by the batch contract, or no string.
 
         Example:
-            >>> spec = TreeSpec.of(spaces.Dict({"eye": spaces.Box(0, 1, (2,)), "gear": spaces.Discrete(3)}), "observation")
+            >>> space = spaces.Dict({"eye": spaces.Box(0, 1, (2,)), "gear": spaces.Discrete(3)})
+            >>> spec = TreeSpec.of(space, "observation")
             >>> [(leaf.key, leaf.shape, str(leaf.stored)) for leaf in spec.leaves]
             [(('eye',), (2,), 'float32'), (('gear',), (), 'int64')]
         """
@@ -262,7 +263,7 @@ def _leaf_spec(path: Path, key: Key, space: spaces.Space[Any], keep_float64: boo
     dtype = np.dtype(space.dtype)
     stored = np.dtype(np.float32) if dtype == np.float64 and not keep_float64 else dtype
     assert space.shape is not None  # holds for all leaf spaces
-    return LeafSpec(path, key, space, tuple(space.shape), dtype, stored)
+    return LeafSpec(path=path, key=key, space=space, shape=tuple(space.shape), dtype=dtype, stored=stored)
 
 
 def _follow(value: Any, leaf: LeafSpec) -> Any:

@@ -120,7 +120,9 @@ class VectorEnvAdapter(BatchedEnv):
 
     def step_into(self, action: Leaves, views: StepViews) -> Sequence[Final]:
         """Step all copies (see `BatchedEnv.step_into`)."""
-        value = action[0] if self.action_spec.is_plain else self.action_spec.unflatten(action)
+        # copies, in the space's dtype: a vector env may keep or change what it is given
+        own = [leaf.astype(spec.dtype) for leaf, spec in zip(action, self.action_spec.leaves, strict=True)]
+        value = own[0] if self.action_spec.is_plain else self.action_spec.unflatten(own)
         obs, reward, terminated, truncated, infos = self._step_env(value)
         for target, leaf in zip(views.obs, self._check_obs(obs, "step"), strict=True):
             target[...] = leaf
@@ -207,12 +209,12 @@ class VectorEnvAdapter(BatchedEnv):
 
     def _warn_if_aliased(self, final: Final, views: StepViews) -> None:
         """Notice envs that reuse one buffer: their reset overwrites the observation that ended the episode."""
-        arrays = [(leaf, obs[final.index]) for leaf, obs in zip(final.obs, views.obs, strict=True) if leaf.ndim]
+        arrays = [(leaf, obs[final.row]) for leaf, obs in zip(final.obs, views.obs, strict=True) if leaf.ndim]
         if self._warned or not arrays or not all(_equal(leaf, obs) for leaf, obs in arrays):
             return
         self._warned = True
         warnings.warn(
-            f"env copy {final.index} ended an episode with the very observation that the next one begins with : "
+            f"env copy {final.row} ended an episode with the very observation that the next one begins with : "
             f"the env seems to reuse its observation array, and then SAME_STEP mode loses the terminal observation; "
             f"use NEXT_STEP or DISABLED mode, or return a new array from each step",
             stacklevel=5,

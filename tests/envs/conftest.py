@@ -1,13 +1,25 @@
-"""The oracle of these tests: what a plain loop over single envs gives, row by row."""
+"""The oracle of these tests, a plain loop over single envs row by row, and vector envs to hold against it."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
 from lit_collect.envs.base import BatchedEnv, StepViews
+from lit_collect.envs.vector import VectorEnvAdapter
 from lit_collect.testing import CountingEnv
+
+KINDS = {
+    "sync": partial(SyncVectorEnv, copy=True),
+    "sync-view": partial(SyncVectorEnv, copy=False),
+    "async": partial(AsyncVectorEnv, context="fork"),
+    "async-view": partial(AsyncVectorEnv, context="fork", copy=False),
+    "async-pipe": partial(AsyncVectorEnv, context="fork", shared_memory=False),
+    "async-pipe-view": partial(AsyncVectorEnv, context="fork", shared_memory=False, copy=False),
+}
 
 
 class Row(NamedTuple):
@@ -70,8 +82,8 @@ def by_views(env: BatchedEnv, steps: int, action: Sequence[np.ndarray] | None = 
     for t in range(steps):
         views = StepViews(tuple(leaf[t + 1] for leaf in seen), reward[t], flags[0, t], flags[1, t], valid[t])
         for final in env.step_into(tuple(leaf.copy() for leaf in action), views):
-            patches[t, final[0]] = final.obs
-            begins[t + 1, final[0]] = True
+            patches[t, final.row] = final.obs
+            begins[t + 1, final.row] = True
         begins[t + 1] |= ~valid[t]
     rows: list[list[Row]] = [[] for _ in range(n)]
     for t in range(steps):
@@ -92,3 +104,31 @@ def oracle() -> Callable[[CountingEnv, int], list[Row]]:
 def collect(request: pytest.FixtureRequest) -> Callable[..., list[list[Row]]]:
     """Both ways to step a `BatchedEnv`."""
     return request.param
+
+
+@pytest.fixture
+def vectorise() -> Iterator[Callable[[str, str, Sequence[Callable[[], Any]]], VectorEnv]]:
+    """Makes vector envs of a kind and mode, and closes them."""
+    made: list[VectorEnv] = []
+
+    def make(kind: str, mode: str, makers: Sequence[Callable[[], Any]]) -> VectorEnv:
+        made.append(KINDS[kind](list(makers), autoreset_mode=mode))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+@pytest.fixture
+def adapt(vectorise: Callable[..., VectorEnv]) -> Iterator[Callable[..., VectorEnvAdapter]]:
+    """Makes adapters of vector envs of a kind and mode, and closes them."""
+    made: list[VectorEnvAdapter] = []
+
+    def make(kind: str, mode: str, makers: Sequence[Callable[[], Any]], **options: Any) -> VectorEnvAdapter:
+        made.append(VectorEnvAdapter(vectorise(kind, mode, makers), **options))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
