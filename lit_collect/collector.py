@@ -195,8 +195,11 @@ class Collector:
         if left == 0:
             raise self._spent()
         frames = self.frames_per_batch if left is None else min(left, self.frames_per_batch)
-        batch: TensorDict = self._runner.collect(-(-frames // self.num_envs), self._version, left)
-        self._yielded += count_frames(batch)
+        counted = 0
+        while counted == 0:  # a short batch can be spent on resetting alone, and nobody can learn from it
+            batch: TensorDict = self._runner.collect(-(-frames // self.num_envs), self._version, left)
+            counted = count_frames(batch)
+        self._yielded += counted
         self._batches += 1
         return batch[0] if self._unbatched else batch
 

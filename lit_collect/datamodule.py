@@ -1,6 +1,7 @@
 """`CollectorDataModule`: collected frames as ordinary Lightning data."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from time import perf_counter
 from typing import Any
@@ -119,6 +120,10 @@ class CollectorDataModule(L.LightningDataModule):
         self._stream = CollectorDataset(
             self, batches_per_epoch=batches_per_epoch, updates=updates, total_frames=total_frames
         )
+        if self._evaluation is None:
+            for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
+                if getattr(type(self), name) is getattr(CollectorDataModule, name):  # a subclass may bring its own
+                    setattr(self, name, None)  # to Lightning: not defined
         self.save_hyperparameters(
             {
                 "env": self._source.description,
@@ -277,14 +282,13 @@ class CollectorDataModule(L.LightningDataModule):
         """Close all envs; may be called again."""
         collector, self._collector = self._collector, None
         evaluators, self._evaluators = self._evaluators, {}
-        try:
-            if collector is not None:
-                self._state = collector.state_dict()
-                collector.shutdown()
-        finally:
-            self._probe.close()
+        with ExitStack() as closing:  # whatever one of them raises, all are closed
             for evaluator in evaluators.values():
-                evaluator.close()
+                closing.callback(evaluator.close)
+            closing.callback(self._probe.close)
+            if collector is not None:
+                closing.callback(collector.shutdown)
+                self._state = collector.state_dict()
 
     def _started(self) -> Collector:
         if self._collector is None:

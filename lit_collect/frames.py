@@ -153,6 +153,7 @@ def flatten_rows(batch: TensorDictBase) -> TensorDictBase:
         [M], env copy by env copy in the order of time.
 
     Example:
+        >>> from tensordict import TensorDict
         >>> flatten_rows(TensorDict({"reward": torch.zeros(2, 3, 1)}, batch_size=[2, 3])).batch_size
         torch.Size([6])
     """

@@ -123,14 +123,10 @@ class EpisodeStatistics(Metric):
     full_state_update = True
     is_differentiable = False
 
-    returns: Tensor
-    """[up to window] float64, of the last finished episodes, in the order in which they ended."""
-    lengths: Tensor
-    """[up to window] int64 frames, of the same episodes."""
-    running_returns: Tensor
-    """[N] float64, return so far of each env copy's running episode."""
-    running_lengths: Tensor
-    """[N] int64, frames so far."""
+    episodes: Tensor
+    """[2, up to window] float64, returns and frames of the last finished episodes, in the order in which they ended."""
+    running: Tensor
+    """[2, N] float64, returns and frames so far of each env copy's running episode."""
     count_total: Tensor
     """int64, episodes that have ended."""
     count_before: Tensor
@@ -141,15 +137,10 @@ class EpisodeStatistics(Metric):
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
         self.window = window
-        for name, empty in (
-            ("returns", torch.zeros(0, dtype=torch.float64)),
-            ("lengths", torch.zeros(0, dtype=torch.int64)),
-            ("running_returns", torch.zeros(0, dtype=torch.float64)),
-            ("running_lengths", torch.zeros(0, dtype=torch.int64)),
-            ("count_total", torch.tensor(0)),
-            ("count_before", torch.tensor(0)),
-        ):
-            self.add_state(name, empty, persistent=True)
+        self.add_state("episodes", torch.zeros(2, 0, dtype=torch.float64), persistent=True)
+        self.add_state("running", torch.zeros(2, 0, dtype=torch.float64), persistent=True)
+        self.add_state("count_total", torch.tensor(0), persistent=True)
+        self.add_state("count_before", torch.tensor(0), persistent=True)
 
     def update(self, batch: TensorDictBase) -> None:
         """Go on with every env copy.
@@ -164,8 +155,8 @@ class EpisodeStatistics(Metric):
         if mask is not None:
             rewards[~mask.ravel()] = 0.0
             done = done & mask
-        last = set(np.flatnonzero(done).tolist())  # rows are numbered copy by copy
-        firsts = set() if first is None else set(np.flatnonzero(first).tolist())
+        last = set(done.ravel().nonzero()[0].tolist())  # rows are numbered copy by copy
+        firsts = set() if first is None else set(first.ravel().nonzero()[0].tolist())
         cuts = {*range(0, done.size, steps), *(row + 1 for row in last), *firsts} - {done.size}
         starts = sorted(cuts)  # of the parts of episodes that lie in this batch
         stops = [*starts[1:], done.size]
@@ -175,17 +166,18 @@ class EpisodeStatistics(Metric):
         else:
             lengths = np.add.reduceat(mask.ravel(), starts, dtype=np.int64).tolist()
 
-        running = self._running(len(done))
+        so_far, frames = self._running(len(done))
         finished = []
-        for start, stop, part_return, part_length in zip(starts, stops, returns, lengths, strict=True):
+        for start, stop, part, length in zip(starts, stops, returns, lengths, strict=True):
             copy, step = divmod(start, steps)
-            so_far, frames = running[copy] if step == 0 and start not in firsts else (0.0, 0)
-            running[copy] = so_far + part_return, frames + part_length
+            if step or start in firsts:
+                so_far[copy] = frames[copy] = 0.0
+            so_far[copy] += part
+            frames[copy] += length
             if stop - 1 in last:
-                finished.append(((stop - 1) % steps, *running[copy]))
-                running[copy] = 0.0, 0
-        self.running_returns = torch.tensor([so_far for so_far, _ in running], dtype=torch.float64)
-        self.running_lengths = torch.tensor([frames for _, frames in running])
+                finished.append(((stop - 1) % steps, so_far[copy], frames[copy]))
+                so_far[copy] = frames[copy] = 0.0
+        self.running = torch.from_numpy(np.array((so_far, frames)))
         if finished:
             finished.sort(key=itemgetter(0))  # by time
             self._finish(finished)
@@ -197,16 +189,17 @@ class EpisodeStatistics(Metric):
     def totals(self) -> EpisodeTotals:
         """The same as sums and counts, for `summarise`."""
         total = int(self.count_total)
-        return EpisodeTotals.of(self.returns.tolist(), self.lengths.tolist())._replace(
+        so_far, _ = self.running.tolist()
+        return EpisodeTotals.of(*self.episodes.tolist())._replace(
             ended=total - int(self.count_before),
             ended_total=total,
-            running_sum=sum(self.running_returns.tolist()),
-            copies=len(self.running_returns),
+            running_sum=sum(so_far),
+            copies=len(so_far),
         )
 
     def begin_interval(self) -> None:
         """Let ``count`` begin at 0 again."""
-        self.count_before.copy_(self.count_total)
+        self.count_before = self.count_total  # states are replaced, never changed in place
         self._computed = None
 
     def restore(self, returns: Sequence[float], lengths: Sequence[int], count_total: int) -> None:
@@ -218,24 +211,19 @@ class EpisodeStatistics(Metric):
             count_total: episodes that had ended.
         """
         self.reset()
-        self.returns = torch.tensor(returns[-self.window :], dtype=torch.float64)
-        self.lengths = torch.tensor(lengths[-self.window :], dtype=torch.int64)
+        self.episodes = torch.tensor([returns, lengths], dtype=torch.float64)[:, -self.window :]
         self.count_total = torch.tensor(count_total)
         self.begin_interval()
 
-    def _running(self, copies: int) -> list[tuple[float, int]]:
-        """Return and frames so far of each copy's running episode."""
-        if len(self.running_returns) != copies:
-            return [(0.0, 0)] * copies
-        return list(zip(self.running_returns.tolist(), self.running_lengths.tolist(), strict=True))
+    def _running(self, copies: int) -> list[list[float]]:
+        """Returns and frames so far of the running episodes."""
+        return self.running.tolist() if self.running.shape[1] == copies else [[0.0] * copies, [0.0] * copies]
 
-    def _finish(self, episodes: list[tuple[int, float, int]]) -> None:
-        """Take up episodes as step, return and length."""
-        returns = [*self.returns.tolist(), *(episode[1] for episode in episodes)]
-        lengths = [*self.lengths.tolist(), *(episode[2] for episode in episodes)]
-        self.returns = torch.tensor(returns[-self.window :], dtype=torch.float64)
-        self.lengths = torch.tensor(lengths[-self.window :])
-        self.count_total += len(episodes)
+    def _finish(self, finished: list[tuple[int, float, float]]) -> None:
+        """Take up episodes as step, return and frames."""
+        new = np.array(finished).T[1:]
+        self.episodes = torch.from_numpy(np.concatenate((self.episodes.numpy(), new), 1)[:, -self.window :])
+        self.count_total = self.count_total + len(finished)
 
 
 def episode_returns(batch: TensorDictBase) -> tuple[Tensor, Tensor]:
@@ -286,12 +274,15 @@ def staleness(batch: TensorDictBase, version: int) -> Staleness:
     versions, mask = _rows(batch, POLICY_VERSION), _rows_or_none(batch, MASK)
     if mask is not None:
         versions = versions[mask]
-    if versions.size and versions.min() < 0:
+    lowest = int(versions.min()) if versions.size else -1
+    if lowest == version:  # nothing is newer than the learner: all rows are of its version
+        return Staleness(rows=versions.size)
+    if lowest < 0:
         versions = versions[versions >= 0]
     if not versions.size:
         return Staleness()
-    total = version * versions.size - int(versions.sum())
-    return Staleness(total, versions.size, version - int(versions.min()))
+    ages = version - versions
+    return Staleness(int(ages.sum()), versions.size, int(ages.max()))
 
 
 class Throughput:

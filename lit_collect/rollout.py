@@ -13,7 +13,7 @@ from lit_collect.columns import Columns, batch_major, flag, store
 from lit_collect.config import RolloutConfig
 from lit_collect.envs.base import BatchedEnv, Final, Leaves
 from lit_collect.envs.spaces import ActionEncoder
-from lit_collect.errors import CollectorClosedError, FrameContractError
+from lit_collect.errors import CollectorClosedError, FrameContractError, LitCollectError
 from lit_collect.frames import Key, is_private
 from lit_collect.policies import Actor
 from lit_collect.seeding import RandomStream
@@ -132,7 +132,7 @@ class RolloutRunner:
         try:
             with self._stream.active():
                 seen = self.env.reset(mask=mask)
-        except BaseException:
+        except LitCollectError:
             self._abandon()
             raise
         for carried, leaf in zip(self._carried, seen, strict=True):
@@ -270,6 +270,8 @@ class RolloutRunner:
     def _outputs(self, columns: Columns, steps: int, random_steps: int) -> dict[Key, Tensor]:
         """What the policy gave, and what its actor completes for the rows that it acted."""
         outputs = {key: column[:steps] for key, column in columns.outputs.items()}
+        if not random_steps:
+            return {**outputs, **self.actor.complete(outputs)}
         completed = self.actor.complete({key: column[random_steps:] for key, column in outputs.items()})
         for key, column in completed.items():
             outputs[key] = torch.cat([column.new_zeros(random_steps, *column.shape[1:]), column])
@@ -347,4 +349,6 @@ def _check_finite(columns: Columns, steps: int, finals: list[tuple[int, Sequence
     for t, ended in finals:
         for final in ended:
             if not all(np.isfinite(leaf).all() for leaf in final.obs):
-                raise FrameContractError(f"next observation of env copy {final.row} is not finite at step {t} of the batch")
+                raise FrameContractError(
+                    f"next observation of env copy {final.row} is not finite at step {t} of the batch"
+                )

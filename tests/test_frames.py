@@ -144,9 +144,7 @@ def test_violation_raises_and_names_the_key(break_it, message):
         check_batch(data)
 
 
-@pytest.mark.parametrize(
-    "change", [lambda x: x[..., None], torch.Tensor.long], ids=["a last dimension", "integers"]
-)
+@pytest.mark.parametrize("change", [lambda x: x[..., None], torch.Tensor.long], ids=["a last dimension", "integers"])
 def test_mask_of_another_kind_raises(change):
     data = masked()
     data[MASK] = change(data[MASK])

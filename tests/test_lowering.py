@@ -14,6 +14,7 @@ from tensordict.nn import (
     TensorDictModule,
     TensorDictModuleBase,
     TensorDictSequential,
+    interaction_type,
     set_composite_lp_aggregate,
     set_interaction_type,
 )
@@ -184,6 +185,7 @@ LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
     ),
     "partial tolerance": lambda: TensorDictSequential(logits(), draw(), partial_tolerant=True),
     "an action given before the draw": with_a_sample_given_before,
+    "outputs selected later": lambda: TensorDictSequential(logits(), draw()).select_out_keys("action"),
     "a draw in the middle": lambda: TensorDictSequential(
         logits(), draw(out_keys=["latent"]), TensorDictModule(nn.Identity(), ["latent"], ["action"])
     ),
@@ -262,7 +264,7 @@ def test_lowered_log_probability_has_the_name_that_tensordict_gives_it(aggregate
         state = torch.get_rng_state()
         theirs = by_tensordict(policy, BOX, seen, "random")
         torch.set_rng_state(state)
-        assert ("sample_log_prob" if aggregate else "action_log_prob") in theirs.keys()
+        assert {"sample_log_prob" if aggregate else "action_log_prob"} <= set(theirs.keys())
         assert_same(by_actor(make_actor(policy, BOX, DISCRETE, exploration="random", seed=0), seen), theirs)
 
 
@@ -283,6 +285,16 @@ def test_lowered_actor_calls_the_hooks_of_its_inner_modules():
     assert calls == [N] * STEPS
 
 
+def test_lowered_modules_that_ask_for_the_interaction_type_are_told():
+    policy = TensorDictModule(
+        lambda x: x[:, :2] * (interaction_type() is InteractionType.MODE), ["observation"], ["action"]
+    )
+    seen = observations(BOX)
+    for exploration, factor in (("mode", 1), ("random", 0)):
+        out = by_actor(make_actor(policy, BOX, VECTOR, exploration=exploration, seed=0), seen)["action"]
+        assert torch.equal(out, factor * torch.stack([leaves[0][:, :2] for leaves in seen]))
+
+
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_what_is_not_of_the_standard_kind_is_left_alone(name):
     assert lower(LEFT_ALONE[name]()) is None
@@ -290,9 +302,19 @@ def test_what_is_not_of_the_standard_kind_is_left_alone(name):
 
 @pytest.mark.parametrize("exploration", EXPLORATIONS)
 @pytest.mark.parametrize(
-    "name", ["a subclass", "a hook on the draw", "inputs by keyword", "another method", "selected outputs",
-             "partial tolerance", "an action given before the draw", "a draw in the middle"]
-)  # fmt: skip
+    "name",
+    [
+        "a subclass",
+        "a hook on the draw",
+        "inputs by keyword",
+        "another method",
+        "selected outputs",
+        "outputs selected later",
+        "partial tolerance",
+        "an action given before the draw",
+        "a draw in the middle",
+    ],
+)
 def test_what_is_left_alone_acts_as_tensordict_does(name, exploration):
     policy, seen = LEFT_ALONE[name](), observations(BOX)
     actor = make_actor(policy, BOX, DISCRETE, exploration=exploration, seed=0)

@@ -81,10 +81,10 @@ def test_statistics_agree_with_counting_row_by_row(masked, given_first, rate, wi
     assert len(witness.finished) > 3
     returns, lengths = np.array(witness.finished).T
     got = metric.compute()
-    assert metric.returns.tolist() == returns[-window:].tolist()
-    assert metric.lengths.tolist() == lengths[-window:].tolist()
-    assert metric.running_returns.tolist() == witness.returns
-    assert metric.running_lengths.tolist() == witness.lengths
+    assert metric.episodes[0].tolist() == returns[-window:].tolist()
+    assert metric.episodes[1].tolist() == lengths[-window:].tolist()
+    assert metric.running[0].tolist() == witness.returns
+    assert metric.running[1].tolist() == witness.lengths
     assert got == pytest.approx(
         {
             "return_mean": returns[-window:].mean(),
@@ -122,14 +122,14 @@ def test_before_the_first_end_there_is_only_the_mean_running_return() -> None:
 def test_unbatched_env_is_one_copy() -> None:
     metric = EpisodeStatistics()
     metric.update(batch_of([1.0, 2.0, 4.0], [False, True, False]))
-    assert metric.returns.tolist() == [3.0]
-    assert metric.running_returns.tolist() == [4.0]
+    assert metric.episodes[0].tolist() == [3.0]
+    assert metric.running[0].tolist() == [4.0]
 
 
 def test_window_keeps_the_episodes_that_ended_last_in_time() -> None:
     metric = EpisodeStatistics(window=2)
     metric.update(batch_of([[1.0, 3.0], [2.0, 4.0]], [[True, True], [True, True]]))
-    assert metric.returns.tolist() == [3.0, 4.0]  # not the last ones in memory: copy by copy it would be 2, 4
+    assert metric.episodes[0].tolist() == [3.0, 4.0]  # not the last ones in memory: copy by copy it would be 2, 4
     assert metric.compute()["count_total"] == 4
 
 
@@ -137,29 +137,29 @@ def test_left_episode_is_not_counted_when_a_new_one_begins() -> None:
     metric = EpisodeStatistics()
     metric.update(batch_of([[100.0, 100.0]], [[False, False]]))
     metric.update(batch_of([[1.0, 2.0]], [[False, True]], first=[[True, False]]))
-    assert metric.returns.tolist() == [3.0]
-    assert metric.lengths.tolist() == [2]
+    assert metric.episodes[0].tolist() == [3.0]
+    assert metric.episodes[1].tolist() == [2]
 
 
 def test_other_number_of_copies_begins_new_episodes() -> None:
     metric = EpisodeStatistics()
     metric.update(batch_of([[100.0]], [[False]]))
     metric.update(batch_of([[1.0], [2.0]], [[True], [True]]))
-    assert metric.returns.tolist() == [1.0, 2.0]
+    assert metric.episodes[0].tolist() == [1.0, 2.0]
 
 
 def test_returns_are_summed_in_float64() -> None:
     metric = EpisodeStatistics()
     metric.update(batch_of([[2.0**24, 1.0]], [[False, False]]))
     metric.update(batch_of([[1.0]], [[True]]))
-    assert metric.returns.tolist() == [2.0**24 + 2]
+    assert metric.episodes[0].tolist() == [2.0**24 + 2]
 
 
 def test_bad_reward_spoils_only_its_own_episode() -> None:
     metric = EpisodeStatistics()
     metric.update(batch_of([[math.nan, 1.0, 2.0]], [[True, True, True]]))
-    assert metric.returns.tolist()[1:] == [1.0, 2.0]
-    assert math.isnan(metric.returns[0])
+    assert metric.episodes[0].tolist()[1:] == [1.0, 2.0]
+    assert math.isnan(metric.episodes[0, 0])
 
 
 def test_count_begins_anew_with_an_interval() -> None:
@@ -178,10 +178,13 @@ def test_state_is_plain_tensors_and_carries_running_episodes() -> None:
     state = metric.state_dict()
     assert {type(value) for value in state.values()} == {torch.Tensor}
     other.load_state_dict(state)
+    kept = {name: value.clone() for name, value in state.items()}
     for one in (metric, other):
         one.update(batch_of([[8.0]], [[True]]))
+        one.begin_interval()
+    assert all(torch.equal(state[name], value) for name, value in kept.items())
     assert other.compute() == metric.compute()
-    assert other.returns.tolist() == [2.0, 12.0]
+    assert other.episodes[0].tolist() == [2.0, 12.0]
 
 
 def test_reset_forgets_everything() -> None:
@@ -189,7 +192,7 @@ def test_reset_forgets_everything() -> None:
     metric.update(batch_of([[1.0, 2.0]], [[True, False]]))
     metric.reset()
     metric.update(batch_of([[5.0]], [[True]]))
-    assert metric.returns.tolist() == [5.0]
+    assert metric.episodes[0].tolist() == [5.0]
     assert metric.compute()["count_total"] == 1
 
 
@@ -198,7 +201,7 @@ def test_restore_goes_on_counting_without_the_running_episodes() -> None:
     metric.update(batch_of([[100.0]], [[False]]))
     metric.restore([1.0, 2.0, 3.0, 4.0], [1, 1, 1, 1], count_total=7)
     metric.update(batch_of([[5.0]], [[True]]))
-    assert metric.returns.tolist() == [3.0, 4.0, 5.0]
+    assert metric.episodes[0].tolist() == [3.0, 4.0, 5.0]
     assert (metric.compute()["count"], metric.compute()["count_total"]) == (1, 8)
 
 

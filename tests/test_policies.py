@@ -15,7 +15,6 @@ from torch import Tensor, distributions, nn
 
 from lit_collect.config import RolloutConfig
 from lit_collect.envs.factories import resolve_env
-from lit_collect.errors import FrameContractError
 from lit_collect.frames import check_batch
 from lit_collect.policies import PolicyFactory, RandomPolicy
 from lit_collect.seeding import Placement, RandomStream, acting_seed
@@ -107,7 +106,9 @@ def test_module_with_a_tensor_gives_the_action():
 
 
 def test_mapping_with_an_action_stores_its_extras_as_they_are():
-    policy = Net(answer=lambda out: {"action": out.argmax(-1), "value": out.sum(-1, keepdim=True), "memory": {"h": out}})
+    policy = Net(
+        answer=lambda out: {"action": out.argmax(-1), "value": out.sum(-1, keepdim=True), "memory": {"h": out}}
+    )
     batch = collect(policy)
     out = policy.layer(batch["observation"])
     assert torch.equal(batch["action"], out.argmax(-1))
@@ -136,9 +137,7 @@ def test_mapping_with_logits_draws_and_scores_the_action(exploration):
 
 @pytest.mark.parametrize("exploration", EXPLORATIONS)
 def test_mapping_with_loc_and_scale_draws_and_scores_the_action(exploration):
-    batch = collect(
-        lambda x: dict(zip(("loc", "scale"), loc_scale(x), strict=True)), MOVE, exploration=exploration
-    )
+    batch = collect(lambda x: dict(zip(("loc", "scale"), loc_scale(x), strict=True)), MOVE, exploration=exploration)
     made = distributions.Normal(*loc_scale(batch["observation"]))
     random = draws(lambda x: distributions.Normal(*loc_scale(x)), batch["observation"])
     assert torch.equal(batch["action"], random if exploration == "random" else made.mean)
@@ -210,7 +209,9 @@ def test_tensordict_module_that_cannot_be_lowered_gives_what_the_lowered_one_giv
     plain, hooked = actor(), actor()
     hooked.register_forward_hook(lambda module, args, out: out)
     ours, theirs = collect(plain), collect(hooked)
-    assert torch.equal(ours["action"], draws(lambda x: distributions.Categorical(logits=logits(x)), ours["observation"]))
+    assert torch.equal(
+        ours["action"], draws(lambda x: distributions.Categorical(logits=logits(x)), ours["observation"])
+    )
     assert extras(ours) == extras(theirs)
     torch.testing.assert_close(ours.to_dict(), theirs.to_dict())
 
@@ -227,6 +228,15 @@ def test_tensordict_module_that_rewrites_its_observation_leaves_the_stored_one_a
     batch = collect(policy)
     assert batch["observation"][0, :, 2].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
     assert torch.equal(batch["logits"], logits(batch["observation"] / 100))
+
+
+def test_hooks_of_a_module_are_called_also_those_that_come_later():
+    policy, calls = Net(), []
+    with closing(runner(policy)) as one:
+        one.collect(T, version=0)
+        policy.register_forward_hook(lambda module, args, out: calls.append(len(out)))
+        one.collect(T, version=0)
+    assert calls == [N] * T
 
 
 # --- random actions and factories
@@ -335,98 +345,9 @@ def test_observation_of_several_arrays_arrives_as_a_mapping(kind, hooked):
         assert torch.equal(one[:, 0].long(), other)
         return other % 3
 
-    batch = collect(policy, envs=[partial(ScriptedEnv, values, [1, 2, 3], observation_space=space, action_space=CHOICE)] * N)
+    batch = collect(
+        policy, envs=[partial(ScriptedEnv, values, [1, 2, 3], observation_space=space, action_space=CHOICE)] * N
+    )
     key = ("body", "gear") if kind == "dict" else ("observation", "1")
     assert batch[key].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1]] * N
     assert torch.equal(batch["action"], batch[key] % 3)
-
-
-# --- errors
-
-NAN = torch.full((N, 3), torch.nan)
-
-
-def tensordict_actor(module: Callable[[Tensor], Tensor], key: Any = "extra", **options: Any) -> nn.Module:
-    return ProbabilisticTensorDictSequential(
-        TensorDictModule(module, ["observation"], ["logits"]),
-        TensorDictModule(lambda x: x, ["observation"], [key]),
-        ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=distributions.Categorical, **options),
-    )
-
-
-WRONG: dict[str, tuple[Any, spaces.Space, str]] = {
-    "no rows": (lambda x: torch.tensor(1), CHOICE, r"wrong shape : expected \(2,\) \(env copies first\), got \(\)"),
-    "too many rows": (lambda x: torch.zeros(3, dtype=torch.int64), CHOICE, r"expected \(2,\) .*, got \(3,\)"),
-    "a last dimension": (
-        lambda x: torch.zeros(N, 1, dtype=torch.int64),
-        CHOICE,
-        r"expected \(2,\) .*, got \(2, 1\); squeeze the last dimension",
-    ),
-    "another size": (lambda x: torch.zeros(N, 3), MOVE, r"expected \(2, 2\) .*, got \(2, 3\)"),
-    "logits as an action": (logits, CHOICE, r"expected \(2,\) .*, got \(2, 3\)"),
-    "real numbers": (lambda x: torch.zeros(N), CHOICE, "wrong dtype : expected integers, got torch.float32"),
-    "integers": (
-        lambda x: torch.zeros(N, 2, dtype=torch.int64),
-        MOVE,
-        "wrong dtype : expected floating point, got torch.int64",
-    ),
-    "extras without rows": (
-        lambda x: {"action": x[:, 0].long() * 0, "value": torch.zeros(())},
-        CHOICE,
-        "the policy's value must have one row for each of 2 env copies",
-    ),
-    "an index that is out of range": (lambda x: x[:, 0].long() + 3, CHOICE, "action of env copy 0 is out of range"),
-    "an action that is NaN": (lambda x: NAN[:, :2], MOVE, "action of env copy 0 is not finite"),
-    "logits that are NaN": (lambda x: {"logits": NAN}, CHOICE, "gave NaN for env copy 0 at step 0"),
-    "loc that is NaN": (lambda x: {"loc": NAN[:, :2], "scale": torch.ones(N, 2)}, MOVE, "not finite"),
-    "NaN in a TensorDict actor": (
-        tensordict_actor(lambda x: logits(x) / (x[:, :1] < 1), return_log_prob=True),
-        CHOICE,
-        "gave NaN for env copy 1",
-    ),
-    "NaN in a TensorDict actor without log-probabilities": (
-        tensordict_actor(lambda x: logits(x) / (x[:, :1] < 1)),
-        CHOICE,
-        "gave NaN for env copy 1",
-    ),
-    "no action": (lambda x: {"value": x}, CHOICE, r"without an action : expected 'action', .* got \['value'\]"),
-    "a missing part": (
-        lambda x: {"action": {"a": x[:, 0].long() * 0}},
-        spaces.Dict(a=CHOICE, b=MOVE),
-        r"the policy gave no action.b : expected the leaves of the action space, got \['action.a'\]",
-    ),
-    "nothing": (lambda x: None, CHOICE, "the policy returned no action : expected a tensor, .* got NoneType"),
-    "a taken name": (lambda x: {"action": x, "done": x}, CHOICE, r"returned \['done'\], names that the batch itself"),
-    "a taken name with parameters": (lambda x: {"logits": x, "next": x}, CHOICE, r"returned \['next'\], names"),
-    "the observation's name": (lambda x: {"action": x[:, 0].long(), "observation": x}, CHOICE, r"returned \['observation'\], names"),
-    "a taken name of a TensorDict module": (tensordict_actor(logits, "done"), CHOICE, r"\['done'\], names"),
-    "a taken place of a TensorDict module": (tensordict_actor(logits, ("next", "x")), CHOICE, r"\['next'\], names"),
-}
-
-
-@pytest.mark.parametrize(("policy", "action_space", "message"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_answer_raises_and_says_what_was_expected(policy, action_space, message):
-    with pytest.raises(FrameContractError, match=message):
-        collect(policy, action_space)
-
-
-def test_answer_whose_shape_changes_raises():
-    with pytest.raises(FrameContractError, match=r"value changed its shape : expected \(2, 1\), got \(2, 2\)"):
-        collect(lambda x: {"action": x[:, 0].long() * 0, "value": torch.zeros(N, 1 + int(x[0, 2] > 0))})
-
-
-@pytest.mark.parametrize("policy", [Net, Factory := type("Factory", (PolicyFactory,), {"__call__": lambda self: Net}),
-                                    Factory(), 3, "policy", {"action": 1}])  # fmt: skip
-def test_what_cannot_act_raises(policy):
-    with pytest.raises(TypeError, match="policy cannot act : expected an nn.Module, a callable, a PolicyFactory or None"):
-        runner(policy)
-
-
-@pytest.mark.parametrize("built", [None, RandomPolicy, "factory"])
-def test_factory_that_builds_no_policy_raises(built):
-    class Factory(PolicyFactory):
-        def __call__(self) -> Any:
-            return Factory() if built == "factory" else built
-
-    with pytest.raises(TypeError, match="policy cannot act"):
-        runner(Factory())

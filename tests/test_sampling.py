@@ -29,9 +29,7 @@ def same_draws(ours, theirs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_categorical_draws_what_torch_draws(shape):
     logits = 3 * torch.randn(shape)
-    ours, theirs = same_draws(
-        lambda: CATEGORICAL.sample(logits), distributions.Categorical(logits=logits).sample
-    )
+    ours, theirs = same_draws(lambda: CATEGORICAL.sample(logits), distributions.Categorical(logits=logits).sample)
     assert [x.tolist() for x in ours] == [x.tolist() for x in theirs]
     assert ours[0].dtype == torch.int64
 

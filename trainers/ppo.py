@@ -167,7 +167,7 @@ class PPO(L.LightningModule):
         """
         self._log_statistics()
         if self.anneal:
-            self._anneal(self.trainer.datamodule.progress)  # type: ignore[attr-defined]
+            self._anneal(batch.numel())
         # Every successor is evaluated, though most are the next row's observation: for small networks a second call
         # costs less than finding out which ones are not, and it is right for every way of cutting trajectories.
         value = self.critic(batch[self.observation_key])
@@ -297,8 +297,11 @@ class PPO(L.LightningModule):
         """Hand the statistics of the last batch to the loggers."""
         self._log_statistics()
 
-    def _anneal(self, progress: float) -> None:
-        remaining = max(0.0, 1.0 - progress)
+    def _anneal(self, num_frames: int) -> None:
+        # Progress counts the batch at hand. Without it, the last batch too is trained on with a rate above zero.
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        share = num_frames * self.trainer.world_size / data.total_frames if data.total_frames > 0 else 0.0
+        remaining = min(1.0, 1.0 - data.progress + share)
         self._clip = self.clip * remaining
         for group in self._optimizer().param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * remaining

@@ -49,6 +49,7 @@ def gather_numbers(trainer: L.Trainer, numbers: Sequence[float]) -> list[list[fl
     """The same numbers of every rank, rank by rank; all ranks must ask. A single process talks to nobody."""
     if trainer.world_size == 1:
         return [list(numbers)]
-    mine = torch.tensor(numbers, dtype=torch.float64, device=trainer.strategy.root_device)
-    gathered: list[list[float]] = trainer.strategy.all_gather(mine).tolist()
+    table = torch.zeros(trainer.world_size, len(numbers), dtype=torch.float64, device=trainer.strategy.root_device)
+    table[trainer.global_rank] = torch.tensor(numbers, dtype=torch.float64)
+    gathered: list[list[float]] = trainer.strategy.reduce(table, reduce_op="sum").tolist()
     return gathered

@@ -88,6 +88,8 @@ class CollectionMonitor(Callback):
         self._names = _NAMES[names]
         self._prog_bar = prog_bar
         self._episodes = EpisodeStatistics(window)
+        self._count_total = 0  # episodes of all ranks
+        self._is_first = True  # of all ranks
         self._source: Collection | None = None
         self._staleness = Staleness()
         self._pending = False
@@ -100,6 +102,7 @@ class CollectionMonitor(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Listen to the data module; may be called again."""
         self._detach()
+        self._is_first = trainer.is_global_zero
         self._source = find_collection(trainer)
         if self._source is not None:
             self._source.rollout_listeners.append(self._see_batch)
@@ -150,15 +153,17 @@ class CollectionMonitor(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The window of episodes and their number, as plain data."""
         return {
-            "returns": self._episodes.returns.tolist(),
-            "lengths": self._episodes.lengths.tolist(),
-            "count_total": int(self._episodes.count_total),
+            "returns": self._episodes.episodes[0].tolist(),
+            "lengths": self._episodes.episodes[1].tolist(),
+            "count_total": self._count_total,
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting; episodes that were running begin anew."""
-        self._episodes.restore(state_dict["returns"], state_dict["lengths"], state_dict["count_total"])
+        self._count_total = state_dict["count_total"]
+        if self._is_first:  # every rank is given the state of the first one, which counts for all
+            self._episodes.restore(state_dict["returns"], state_dict["lengths"], self._count_total)
 
     # --- listening ----------------------------------------------------------------------------------------------
 
@@ -204,6 +209,7 @@ class CollectionMonitor(Callback):
         values = self._collected(self._source, _joined([_Interval(*rank[split:]) for rank in ranks]))
         episodes = summarise_episodes([EpisodeTotals(*rank[:split]) for rank in ranks])
         values.update({f"episode/{name}": value for name, value in episodes.items()})
+        self._count_total = int(episodes.get("count_total", self._count_total))
         self._episodes.begin_interval()
         self._staleness = Staleness()
         self._publish(trainer, values)
@@ -217,7 +223,7 @@ class CollectionMonitor(Callback):
 
     def _collected(self, source: Collection, spent: _Interval) -> dict[str, float]:
         """The values that are not about episodes."""
-        frames = source.frames_total
+        frames, version = source.frames_total, source.policy_version
         fresh, self._frames = frames - self._frames, frames
         fps = self._throughput.look(frames)
         wall_s = self._throughput.interval_s
@@ -227,8 +233,8 @@ class CollectionMonitor(Callback):
             "time/policy_s": spent.policy_s,
             "time/wait_data_s": spent.collect_s,
             "time/weight_sync_s": spent.weight_sync_s,
-            "policy/version": source.policy_version,
-            "policy/syncs_total": source.policy_version,
+            "policy/version": version,
+            "policy/syncs_total": version,
             "workers/alive": 1,
             "workers/restarts_total": 0,
         }

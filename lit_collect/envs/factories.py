@@ -119,11 +119,10 @@ class EnvSource:
             TypeError: if a maker returns something that is no env.
             WorkerFailedError: if a maker raises; the message names the env copy.
         """
-        if num_envs is not None and self.num_envs is not None and num_envs != self.num_envs:
-            raise ValueError(
-                f"num_envs does not fit {self.description} : expected {self.num_envs} or None, got {num_envs}"
-            )
-        total = num_envs or self.num_envs or (1 if self.live else default_copies)
+        said = self.num_envs or (1 if self.live else None)
+        if num_envs is not None and said is not None and num_envs != said:
+            raise ValueError(f"num_envs does not fit {self.description} : expected {said} or None, got {num_envs}")
+        total = num_envs or said or default_copies
         indices = range(total) if indices is None else indices
         if self.live and indices != range(total):
             raise ValueError(f"a live env cannot be split over workers, got {self.description}; pass what makes it")

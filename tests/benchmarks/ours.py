@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import lightning as L
+import torch
+from lightning.pytorch.loggers import CSVLogger
 from policies import SamplingPolicy, make_actor
 from torch import nn
 
-from lit_collect import Collector, CollectorCLI
-
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "ppo_cartpole.yaml"
+from lit_collect import (
+    CollectionMonitor,
+    Collector,
+    CollectorDataModule,
+    FrameProgress,
+    UpdateConfig,
+    WeightSync,
+)
+from trainers import PPO
 
 
 def _collector(policy: nn.Module, num_envs: int, frames_per_batch: int) -> Callable[[], int]:
@@ -28,8 +37,25 @@ def actor_collector(num_envs: int, frames_per_batch: int = 2048) -> Callable[[],
     return _collector(make_actor(), num_envs, frames_per_batch)
 
 
-def fit(total_frames: int, folder: Path) -> None:
-    """Train PPO on CartPole as `lit-collect fit` does, progress bar and logger included."""
-    options = [f"--config={CONFIG}", f"--data.total_frames={total_frames}", f"--trainer.default_root_dir={folder}"]
-    cli = CollectorCLI(args=options, run=False)
-    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+def fit(total_frames: int, folder: Path) -> Callable[[], None]:
+    """Prepare a `Trainer.fit` of PPO on CartPole, with progress bar, monitor and CSV logger; the result runs it."""
+    torch.manual_seed(0)
+    data = CollectorDataModule(
+        "CartPole-v1",
+        num_envs=8,
+        frames_per_batch=256,
+        total_frames=total_frames,
+        updates=UpdateConfig(epochs=20, minibatch_size=256),
+        evaluation=None,
+        seed=0,
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=-1,
+        logger=CSVLogger(folder),
+        callbacks=[WeightSync(), CollectionMonitor(), FrameProgress()],
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    module = PPO(learning_rate=1e-3, gamma=0.98, lambda_=0.8, clip=0.2, anneal=True)
+    return lambda: trainer.fit(module, datamodule=data)

@@ -26,8 +26,8 @@ def collector(num_envs: int, frames_per_batch: int = 2048) -> Callable[[], int]:
     return collect
 
 
-def learn(total_frames: int, folder: Path) -> None:
-    """Train PPO at the RL Zoo's CartPole settings, with progress bar and CSV logger on."""
+def learn(total_frames: int, folder: Path) -> Callable[[], object]:
+    """Prepare PPO at the RL Zoo's CartPole settings, with progress bar and CSV logger on; the result trains it."""
 
     def linear(start: float) -> Callable[[float], float]:
         return lambda remaining: start * remaining
@@ -47,4 +47,4 @@ def learn(total_frames: int, folder: Path) -> None:
         device="cpu",
     )
     model.set_logger(configure(str(folder), ["csv"]))
-    model.learn(total_frames, progress_bar=True)
+    return lambda: model.learn(total_frames, progress_bar=True)

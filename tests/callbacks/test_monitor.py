@@ -1,11 +1,15 @@
 import csv
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
-from lit_collect.callbacks import CollectionMonitor
+from lit_collect import CollectorDataModule, EvaluationConfig, UpdateConfig
+from lit_collect.callbacks import CollectionMonitor, FrameProgress, LearningCurve
+from lit_collect.testing import BoringRLModule, CountingEnv
 
 ALWAYS = {
     "collect/frames_total",
@@ -269,3 +273,42 @@ def test_state_goes_on_counting(known_data, learner, trainer_with) -> None:
 def test_wrong_settings_are_refused(settings, message) -> None:
     with pytest.raises(ValueError, match=message):
         CollectionMonitor(**settings)
+
+
+def test_real_collection_is_measured_exactly(trainer_with, tmp_path) -> None:
+    class Evaluated(BoringRLModule):
+        def validation_step(self, batch, batch_idx) -> None:
+            pass
+
+    data = CollectorDataModule(
+        partial(CountingEnv, lengths=(3,)),
+        num_envs=2,
+        frames_per_batch=8,
+        total_frames=32,
+        updates=UpdateConfig(epochs=2, minibatch_size=4),
+        evaluation=EvaluationConfig(num_episodes=2),
+        seed=0,
+    )
+    monitor, curve = CollectionMonitor(), LearningCurve()
+    checkpoint = ModelCheckpoint(tmp_path / "best", monitor="episode/return_mean", mode="max", every_n_train_steps=1)
+    trainer = trainer_with(
+        monitor, FrameProgress("plain"), curve, checkpoint, enable_checkpointing=True, enable_progress_bar=True
+    )
+    trainer.fit(Evaluated(), datamodule=data)
+
+    lines = rows(trainer)
+    assert [line["collect/frames_total"] for line in lines] == [8, 16, 24, 32]
+    assert [line["episode/count"] for line in lines] == [2, 2, 4, 2]  # rows 3, 6, 9 and 12, 15 of each copy
+    assert [line["policy/version"] for line in lines] == [0, 1, 2, 3]
+    assert [line["policy/staleness_max"] for line in lines] == [0] * 4
+    assert all(0 < line["time/env_s"] < line["time/wait_data_s"] for line in lines)
+    assert lines[0]["episode/return_mean"] == 1 + 2 + 3
+    expected = np.array([6.0, 306.0, 606.0, 906.0, 1206.0])  # the reward is 100 x episode + step
+    assert lines[-1]["episode/return_mean"] == expected.mean()
+    assert lines[-1]["episode/return_std"] == pytest.approx(expected.std())
+    assert lines[-1]["episode/length_mean"] == 3
+    assert monitor.latest["eval/return_mean"] == 6
+    assert monitor.latest["eval/episodes"] == 2
+    assert checkpoint.best_model_score == expected.mean()
+    assert curve.path.exists()
+    assert data.rollout_listeners == data.round_listeners == []

@@ -1,0 +1,129 @@
+"""Policies that cannot act, or answer with what cannot be stored, are told so in their author's words."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from torch import Tensor, distributions, nn
+
+from lit_collect.collector import Collector
+from lit_collect.errors import FrameContractError
+from lit_collect.policies import PolicyFactory, RandomPolicy
+from lit_collect.testing import CountingEnv
+
+N, T = 2, 8
+CHOICE, MOVE = spaces.Discrete(3), spaces.Box(-50, 50, (2,), np.float32)
+NAN = torch.full((N, 3), torch.nan)
+
+
+def collect(policy: Any, action_space: spaces.Space = CHOICE) -> None:
+    envs = [partial(CountingEnv, index, action_space=action_space) for index in range(N)]
+    with Collector(envs, policy, frames_per_batch=N * T) as collector:
+        collector.collect()
+
+
+def logits(observation: Tensor) -> Tensor:
+    return torch.stack([observation[..., 2] - 1, observation[..., 0], torch.zeros_like(observation[..., 0])], -1)
+
+
+def tensordict_actor(module: Callable[[Tensor], Tensor], key: Any = "extra", **options: Any) -> nn.Module:
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(module, ["observation"], ["logits"]),
+        TensorDictModule(lambda x: x, ["observation"], [key]),
+        ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=distributions.Categorical, **options),
+    )
+
+
+WRONG: dict[str, tuple[Any, spaces.Space, str]] = {
+    "no rows": (lambda x: torch.tensor(1), CHOICE, r"wrong shape : expected \(2,\) \(env copies first\), got \(\)"),
+    "too many rows": (lambda x: torch.zeros(3, dtype=torch.int64), CHOICE, r"expected \(2,\) .*, got \(3,\)"),
+    "a last dimension": (
+        lambda x: torch.zeros(N, 1, dtype=torch.int64),
+        CHOICE,
+        r"expected \(2,\) .*, got \(2, 1\); squeeze the last dimension",
+    ),
+    "another size": (lambda x: torch.zeros(N, 3), MOVE, r"expected \(2, 2\) .*, got \(2, 3\)"),
+    "logits as an action": (logits, CHOICE, r"expected \(2,\) .*, got \(2, 3\)"),
+    "real numbers": (lambda x: torch.zeros(N), CHOICE, "wrong dtype : expected integers, got torch.float32"),
+    "integers": (
+        lambda x: torch.zeros(N, 2, dtype=torch.int64),
+        MOVE,
+        "wrong dtype : expected floating point, got torch.int64",
+    ),
+    "extras without rows": (
+        lambda x: {"action": x[:, 0].long() * 0, "value": torch.zeros(())},
+        CHOICE,
+        "the policy's value must have one row for each of 2 env copies",
+    ),
+    "an index that is out of range": (lambda x: x[:, 0].long() + 3, CHOICE, "action of env copy 0 is out of range"),
+    "an action that is NaN": (lambda x: NAN[:, :2], MOVE, "action of env copy 0 is not finite"),
+    "logits that are NaN": (lambda x: {"logits": NAN}, CHOICE, "gave NaN for env copy 0 at step 0"),
+    "loc that is NaN": (lambda x: {"loc": NAN[:, :2], "scale": torch.ones(N, 2)}, MOVE, "not finite"),
+    "NaN in a TensorDict actor": (
+        tensordict_actor(lambda x: logits(x) / (x[:, :1] < 1), return_log_prob=True),
+        CHOICE,
+        "gave NaN for env copy 1",
+    ),
+    "NaN in a TensorDict actor without log-probabilities": (
+        tensordict_actor(lambda x: logits(x) / (x[:, :1] < 1)),
+        CHOICE,
+        "gave NaN for env copy 1",
+    ),
+    "no action": (lambda x: {"value": x}, CHOICE, r"without an action : expected 'action', .* got \['value'\]"),
+    "a missing part": (
+        lambda x: {"action": {"a": x[:, 0].long() * 0}},
+        spaces.Dict(a=CHOICE, b=MOVE),
+        r"the policy gave no action.b : expected the leaves of the action space, got \['action.a'\]",
+    ),
+    "nothing": (lambda x: None, CHOICE, "the policy returned no action : expected a tensor, .* got NoneType"),
+    "a taken name": (lambda x: {"action": x, "done": x}, CHOICE, r"returned \['done'\], names that the batch itself"),
+    "a taken name with parameters": (lambda x: {"logits": x, "next": x}, CHOICE, r"returned \['next'\], names"),
+    "the observation's name": (
+        lambda x: {"action": x[:, 0].long(), "observation": x},
+        CHOICE,
+        r"returned \['observation'\], names",
+    ),
+    "a taken name of a TensorDict module": (tensordict_actor(logits, "done"), CHOICE, r"\['done'\], names"),
+    "a taken place of a TensorDict module": (tensordict_actor(logits, ("next", "x")), CHOICE, r"\['next'\], names"),
+}
+
+
+@pytest.mark.parametrize(("policy", "action_space", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_answer_raises_and_says_what_was_expected(policy, action_space, message):
+    with pytest.raises(FrameContractError, match=message):
+        collect(policy, action_space)
+
+
+def test_answer_whose_shape_changes_raises():
+    with pytest.raises(FrameContractError, match=r"value changed its shape : expected \(2, 1\), got \(2, 2\)"):
+        collect(lambda x: {"action": x[:, 0].long() * 0, "value": torch.zeros(N, 1 + int(x[0, 2] > 0))})
+
+
+class Builds(PolicyFactory):
+    """Builds whatever it was given."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+
+    def __call__(self) -> Any:
+        return self.policy
+
+
+@pytest.mark.parametrize("policy", [nn.Linear, RandomPolicy, Builds, 3, "policy", {"action": 1}], ids=repr)
+def test_what_cannot_act_raises(policy):
+    message = "policy cannot act : expected an nn.Module, a callable, a PolicyFactory or None, got "
+    with pytest.raises(TypeError, match=message):
+        collect(policy)
+    with pytest.raises(TypeError, match=message):
+        collect(Builds(policy))
+
+
+@pytest.mark.parametrize("built", [None, Builds(None)], ids=["nothing", "another factory"])
+def test_factory_that_builds_no_policy_raises(built):
+    with pytest.raises(TypeError, match=r"policy cannot act : expected a PolicyFactory to build one, got .* from it"):
+        collect(Builds(built))
