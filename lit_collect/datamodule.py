@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from tensordict import TensorDictBase
 from typing_extensions import override
@@ -116,6 +117,7 @@ class CollectorDataModule(L.LightningDataModule):
         self._probe = SpaceProbe(self._source)
         self._collector: Collector | None = None
         self._state: dict[str, Any] | None = None  # of the collector that was or is to come
+        self._beginning: dict[str, Any] = {}  # the state of a collector that has done nothing yet
         self._evaluators: dict[Stage, Evaluator] = {}
         self._stream = CollectorDataset(
             self, batches_per_epoch=batches_per_epoch, updates=updates, total_frames=total_frames
@@ -237,15 +239,15 @@ class CollectorDataModule(L.LightningDataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Counters, ids, versions and seeds as plain data."""
-        state = self._state if self._collector is None else self._collector.state_dict()
-        return {} if state is None else {"collector": state}
+        # Not empty even before the first batch: Lightning hands back only what is there, also to the runs of a tuner.
+        return {"collector": self._state if self._collector is None else self._collector.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where another run was left (see `Collector.load_state_dict`)."""
-        self._state = state_dict.get("collector")
-        if self._collector is not None and self._state is not None:
-            self._collector.load_state_dict(self._state)
+        self._state = state_dict["collector"]
+        if self._collector is not None:
+            self._go_on_from(self._collector, self._beginning if self._state is None else self._state)
 
     @override
     def teardown(self, stage: str) -> None:
@@ -255,7 +257,10 @@ class CollectorDataModule(L.LightningDataModule):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Close all envs: Lightning calls no teardown after an exception."""
-        self.close()
+        try:
+            self.close()
+        except Exception as error:  # the first exception is the one to be seen
+            rank_zero_warn(f"closing the envs failed too: {error}")
 
     # --- collecting ---------------------------------------------------------------------------------------------
 
@@ -303,9 +308,16 @@ class CollectorDataModule(L.LightningDataModule):
                 backend=self._backend,
                 seed=self._place("train"),
             )
+            self._beginning = self._collector.state_dict()
             if self._state is not None:
-                self._collector.load_state_dict(self._state)
+                self._go_on_from(self._collector, self._state)
         return self._collector
+
+    def _go_on_from(self, collector: Collector, state: dict[str, Any]) -> None:
+        collector.load_state_dict(state)
+        sync = self._callback(WeightSync)
+        if sync is not None:
+            sync.mark_changed()  # nobody watched the weights between that state and now
 
     def _publish(self, collector: Collector) -> None:
         sync = self._callback(WeightSync)

@@ -235,6 +235,7 @@ class CollectionMonitor(Callback):
             "time/weight_sync_s": spent.weight_sync_s,
             "policy/version": version,
             "policy/syncs_total": version,
+            "policy/stale_dropped_total": 0,
             "workers/alive": 1,
             "workers/restarts_total": 0,
         }

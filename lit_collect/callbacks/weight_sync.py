@@ -46,7 +46,7 @@ class WeightSync(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Watch the optimizers of this fit (Lightning makes new ones for each)."""
         self._release()
-        self._handles = [optimizer.register_step_post_hook(self._mark) for optimizer in trainer.optimizers]
+        self._handles = [optimizer.register_step_post_hook(self._see_step) for optimizer in trainer.optimizers]
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -58,23 +58,17 @@ class WeightSync(Callback):
         """Let the optimizers go."""
         self._release()
 
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A checkpoint brought other weights: publish them before the next batch."""
+    def mark_changed(self) -> None:
+        """The weights changed: publish them before the next batch."""
         self._changed = True
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to keep, but not empty: Lightning hands back only what is there."""
-        return {"every_n_steps": self.every_n_steps}
 
     def take_change(self) -> bool:
         """Whether the weights changed since the last time this was asked."""
         changed, self._changed = self._changed, False
         return changed
 
-    def _mark(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._changed = True
+    def _see_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.mark_changed()
 
     def _release(self) -> None:
         for handle in self._handles:

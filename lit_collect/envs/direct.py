@@ -52,15 +52,18 @@ class DirectEnv(BatchedEnv):
 
     def reset(self, seeds: Sequence[int | None] | None = None, mask: np.ndarray | None = None) -> Leaves:
         """Reset all copies, or those of the mask (see `BatchedEnv.reset`)."""
+        seen = tuple(leaf.copy() for leaf in self._seen)
         for index in range(self.num_envs):
             if mask is None or mask[index]:
                 leaves = self._reset_one(index, None if seeds is None else seeds[index])
-                for target, leaf in zip(self._seen, leaves, strict=True):
+                for target, leaf in zip(seen, leaves, strict=True):
                     target[index] = leaf
-        return tuple(leaf.copy() for leaf in self._seen)
+        self._seen = tuple(leaf.copy() for leaf in seen)
+        return seen
 
     def step_into(self, action: Leaves, views: StepViews) -> Sequence[Final]:
         """Step all copies (see `BatchedEnv.step_into`)."""
+        self._seen = views.obs
         actions = list(action[0]) if self._plain_action else self._split(action)
         return self._step_plain(actions, views) if self._plain_observation else self._step_tree(actions, views)
 

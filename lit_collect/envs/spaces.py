@@ -1,6 +1,5 @@
 """Gymnasium spaces as flat lists of leaves: what is stored, under which key, and what an env may return or receive."""
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +57,9 @@ class LeafSpec:
             raise FrameContractError(f"{name} has a wrong shape : expected {self._expected()}, got {array.shape}")
         # Numbers and lists have no dtype of their own; arrays must lose nothing on the way into the space's dtype.
         has_dtype = isinstance(value, np.ndarray) and array.ndim > 0
+        if not has_dtype and array.dtype.kind in "iu" and self.dtype.kind in "iu":
+            narrow = array.astype(self.dtype)
+            array = narrow if np.array_equal(narrow, array) else array
         if not np.can_cast(array.dtype, self.dtype, "safe" if has_dtype else "same_kind"):
             raise FrameContractError(
                 f"{name} has a wrong dtype : expected {self._expected()}, got {array.dtype}; "
@@ -104,6 +106,8 @@ class TreeSpec:
             key = prefix + tuple(str(part) for part in path)
             _check_key(key, RESERVED if own_keys else frozenset())
             if isinstance(leaf, spaces.Text):
+                if root == "action":
+                    raise TypeError(_unsupported(leaf))
                 warnings.warn(f"the text {'.'.join(key)} is not stored : a batch holds arrays only", stacklevel=2)
                 continue
             leaves.append(_leaf_spec(path, key, leaf, keep_float64))
@@ -185,14 +189,15 @@ def describe_space(space: spaces.Space[Any]) -> dict[str, Any]:
     if isinstance(space, spaces.Discrete):
         return {"kind": "discrete", "n": int(space.n), "start": int(space.start)}
     if isinstance(space, spaces.MultiDiscrete):
-        return {"kind": "multi_discrete", "nvec": space.nvec.tolist()}
+        return {"kind": "multi_discrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
     if isinstance(space, spaces.MultiBinary):
         return {"kind": "multi_binary", "shape": list(space.shape)}
     if isinstance(space, spaces.Dict):
         inner = {k: describe_space(v) for k, v in space.spaces.items() if not isinstance(v, spaces.Text)}
         return {"kind": "dict", "spaces": inner}
     if isinstance(space, spaces.Tuple):
-        return {"kind": "tuple", "spaces": [describe_space(inner) for inner in space.spaces]}
+        kept = [inner for inner in space.spaces if not isinstance(inner, spaces.Text)]
+        return {"kind": "tuple", "spaces": [describe_space(inner) for inner in kept]}
     raise TypeError(_unsupported(space))
 
 
@@ -220,10 +225,11 @@ def sample_leaf(leaf: LeafSpec, count: int, rng: np.random.Generator) -> np.ndar
         return rng.integers(low, high, shape, endpoint=True).astype(leaf.stored)
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     below, above = np.isfinite(low), np.isfinite(high)
-    bounded = rng.uniform(np.where(below, low, 0.0), np.where(above, high, 1.0), shape) if (below & above).any() else 0
+    both = below & above
+    bounded = rng.uniform(np.where(both, low, 0.0), np.where(both, high, 1.0), shape)
     tail = rng.exponential(size=shape)
     value = np.where(
-        below & above,
+        both,
         bounded,
         np.where(below, low + tail, np.where(above, high - tail, rng.standard_normal(shape))),
     )
@@ -296,17 +302,22 @@ def _leaf_encoder(leaf: LeafSpec, clip: bool) -> Callable[[np.ndarray], np.ndarr
 
 
 def _discrete_encoder(leaf: LeafSpec, n: int, start: int) -> Callable[[np.ndarray], np.ndarray]:
-    name = ".".join(leaf.key)
+    name, dtype = ".".join(leaf.key), leaf.dtype
     choices = frozenset(range(n))
 
     def encode(action: np.ndarray) -> np.ndarray:
         indices = action.tolist()
-        if not choices.issuperset(indices):
-            index = next(i for i, a in enumerate(indices) if not 0 <= a < n)
+        try:
+            in_range = choices.issuperset(indices)
+        except TypeError:  # lists: there is a dimension too many
+            _check_shape(leaf, action)
+            raise
+        if not in_range:
+            index = next(i for i, choice in enumerate(indices) if choice not in choices)
             raise FrameContractError(
                 f"{name} of env copy {index} is out of range : expected 0 to {n - 1}, got {indices[index]}"
             )
-        return action + start if start else action
+        return action if not start and action.dtype is dtype else (action + start).astype(dtype)
 
     return encode
 
@@ -315,9 +326,12 @@ def _choices_encoder(leaf: LeafSpec, nvec: np.ndarray, start: np.ndarray) -> Cal
     name = ".".join(leaf.key)
 
     def encode(action: np.ndarray) -> np.ndarray:
-        bad = (action < 0) | (action >= nvec)
-        if bad.any():
-            index = int(np.argwhere(bad)[0][0])
+        _check_shape(leaf, action)
+        good = (action >= 0) & (action < nvec)
+        if action.dtype.kind == "f":  # a Bernoulli distribution samples 0.0 and 1.0
+            good &= action == np.floor(action)
+        if not good.all():
+            index = int(np.argwhere(~good)[0][0])
             raise FrameContractError(
                 f"{name} of env copy {index} is out of range : expected 0 to {(nvec - 1).tolist()}, "
                 f"got {action[index].tolist()}"
@@ -332,9 +346,8 @@ def _box_encoder(leaf: LeafSpec, space: spaces.Box, clip: bool) -> Callable[[np.
     bounds = (space.low, space.high) if clip else None
 
     def encode(action: np.ndarray) -> np.ndarray:
-        flat = action.ravel()
-        # One product instead of a pass of isfinite; only if it overflows or is NaN is each value looked at.
-        if not math.isfinite(np.dot(flat, flat)) and not np.isfinite(action).all():
+        _check_shape(leaf, action)
+        if not np.isfinite(action).all():
             index = int(np.argwhere(~np.isfinite(action))[0][0])
             raise FrameContractError(f"{name} of env copy {index} is not finite, got {action[index].tolist()}")
         if bounds is None:
@@ -342,6 +355,13 @@ def _box_encoder(leaf: LeafSpec, space: spaces.Box, clip: bool) -> Callable[[np.
         return np.minimum(np.maximum(action, bounds[0]), bounds[1]).astype(leaf.dtype, copy=False)
 
     return encode
+
+
+def _check_shape(leaf: LeafSpec, action: np.ndarray) -> None:
+    if action.shape[1:] != leaf.shape:
+        raise FrameContractError(
+            f"{'.'.join(leaf.key)} has a wrong shape : expected {leaf.shape} for each env copy, got {action.shape[1:]}"
+        )
 
 
 def nest(keys: Sequence[Path], values: Sequence[Any]) -> Mapping[str, Any]:

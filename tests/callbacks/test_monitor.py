@@ -23,6 +23,7 @@ ALWAYS = {
     "time/collector_idle",
     "policy/version",
     "policy/syncs_total",
+    "policy/stale_dropped_total",
     "policy/staleness_mean",
     "policy/staleness_max",
     "workers/alive",

@@ -112,6 +112,7 @@ class SyntheticData(L.LightningDataModule):
         super().__init__()
         self.num_batches = num_batches
         self.epochs = epochs
+        self.total_frames = num_batches * 16  # of `random_batch`
         self.progress = 0.0
         self.learning_rates = []
 
@@ -132,7 +133,7 @@ class SyntheticLoader:
     def __iter__(self):
         data, module = self._data, self._data.trainer.lightning_module
         for index in range(data.num_batches):
-            data.progress = index / data.num_batches
+            data.progress = (index + 1) / data.num_batches  # counts the batch at hand
             prepared = module.prepare_rollout(random_batch(seed=index)).reshape(-1)
             for _ in range(data.epochs):
                 data.learning_rates.append(module.trainer.optimizers[0].param_groups[0]["lr"])
