@@ -26,8 +26,8 @@ PACKAGES = ("lit_collect", "torch", "tensordict", "gymnasium", "lightning", "tor
 
 # What each row runs, as module:function. The first row of a table is what the others are compared with.
 COLLECT = {
-    "hand loop, fused": "hand_loop:fused_collector",
     "hand loop, module": "hand_loop:module_collector",
+    "hand loop, fused": "hand_loop:fused_collector",
     "lit_collect, module": "ours:module_collector",
     "lit_collect, TensorDict actor": "ours:actor_collector",
     "TorchRL Collector": "torchrl_peer:collector",
@@ -35,7 +35,7 @@ COLLECT = {
 }
 LEARN = {
     "SB3 learn": "sb3_peer:learn",
-    "lit-collect fit": "ours:fit",
+    "lit_collect Trainer.fit": "ours:fit",
 }
 
 Samples = dict[str, list[float]]
@@ -78,8 +78,9 @@ def measure_learn(repetitions: int, folder: Path) -> Samples:
     samples: Samples = {name: [] for name in contestants}
     for repetition in range(repetitions):
         for name, learn in contestants.items():
+            train = learn(LEARN_FRAMES, folder / f"{name.replace(' ', '_')}_{repetition}")
             start = time.perf_counter()
-            learn(LEARN_FRAMES, folder / f"{name.replace(' ', '_')}_{repetition}")
+            train()
             samples[name].append(LEARN_FRAMES / (time.perf_counter() - start))
     return samples
 
