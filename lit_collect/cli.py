@@ -1,9 +1,11 @@
 """The command ``lit-collect fit|validate|test|predict``: LightningCLI with what collecting needs."""
 
+import traceback
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from typing_extensions import override
@@ -18,7 +20,7 @@ class CollectorCLI(LightningCLI):
 
     `WeightSync`, `CollectionMonitor` and `FrameProgress` are on, each configurable under its own key
     (``--monitor.names=sb3``). A model that takes ``observation_spec`` or ``action_spec`` gets what the data module
-    says of its env.
+    says of its env. ``--torch_threads=1`` is best for small networks on the CPU.
 
     Args:
         args: command line arguments, or a config; None takes those of the process.
@@ -39,12 +41,33 @@ class CollectorCLI(LightningCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the callbacks that are always on, and link the specs of the data to the model."""
+        parser.add_argument(
+            "--torch_threads",
+            type=int | None,
+            default=None,
+            help="Threads within one operation of torch on the CPU; null leaves torch's own choice.",
+        )
         for key, kind in _ALWAYS_ON.items():
             parser.add_lightning_class_args(kind, key)
         parser.link_arguments(
             "data", "model.init_args.observation_spec", compute_fn=_observation_spec, apply_on="instantiate"
         )
         parser.link_arguments("data", "model.init_args.action_spec", compute_fn=_action_spec, apply_on="instantiate")
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Set the number of threads before anything is computed."""
+        threads = self._get(self.config, "torch_threads")
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Instantiate all classes; an error of a constructor is shown as it is, not as what a parser makes of it."""
+        try:
+            super().instantiate_classes()
+        except (ValueError, TypeError) as error:
+            raise _own_error(error) from None
 
     def after_fit(self) -> None:
         """Say where the results are, and what was reached."""
@@ -91,6 +114,17 @@ def summary(trainer: L.Trainer) -> list[str]:
 def main(args: ArgsType = None) -> None:
     """Entry point of ``lit-collect``."""
     CollectorCLI(args)
+
+
+def _own_error(error: BaseException) -> BaseException:
+    """The exception that a constructor raised, within what jsonargparse wrapped around it."""
+    inner: BaseException | None = error
+    while inner is not None:
+        frames = list(traceback.walk_tb(inner.__traceback__))
+        if frames and not frames[-1][0].f_globals.get("__name__", "").startswith("jsonargparse"):
+            return inner
+        inner = inner.__cause__ or inner.__context__
+    return error
 
 
 def _observation_spec(data: Any) -> dict[str, Any] | None:

@@ -86,7 +86,7 @@ class Collector:
         seed: int | Placement | None = None,
         hooks: Hooks | Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        _refuse_later(trajectories=trajectories, replay_buffer=replay_buffer)
+        refuse_later(trajectories=trajectories, replay_buffer=replay_buffer)
         source = resolve_env(env)
         copies = num_envs if num_envs is not None else source.num_envs or 1
         check_frames(frames_per_batch, total_frames, copies, copies)
@@ -345,7 +345,12 @@ class Collector:
         )
 
 
-def _refuse_later(**settings: object) -> None:
+def refuse_later(**settings: object) -> None:
+    """Refuse settings of parts that are still to come.
+
+    Raises:
+        ValueError: if one of them is given.
+    """
     for name, value in settings.items():
         if value is not None:
             raise ValueError(f"{name} is not available in this version : expected None, got {value!r}")

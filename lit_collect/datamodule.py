@@ -14,9 +14,10 @@ from tensordict import TensorDictBase
 from typing_extensions import override
 
 from lit_collect.backends import Backend, resolve_backend
+from lit_collect.callbacks._source import find_callback
 from lit_collect.callbacks.budget import FrameBudget
 from lit_collect.callbacks.weight_sync import WeightSync
-from lit_collect.collector import Collector
+from lit_collect.collector import Collector, refuse_later
 from lit_collect.config import (
     DeviceConfig,
     EvaluationConfig,
@@ -47,7 +48,7 @@ class CollectorDataModule(L.LightningDataModule):
 
     The policy is the LightningModule's ``policy`` attribute (or what its ``collector_policy()`` returns), unless one
     is given. If the module defines ``prepare_rollout(batch) -> batch``, it sees each whole batch once, on the
-    trainer's device and without gradients.
+    trainer's device, in its precision and without gradients.
 
     Args:
         env: a Gymnasium id, a dotted import path, a callable, an `EnvFactory`, a sequence of these (one for each
@@ -100,7 +101,7 @@ class CollectorDataModule(L.LightningDataModule):
         self._num_envs = num_envs if num_envs is not None else self._source.num_envs
         known = self._num_envs if self._num_envs is not None else _DEFAULT_ENVS if isinstance(env, str) else 1
         check_frames(frames_per_batch, total_frames, known, known)
-        self._refuse_later(trajectories=trajectories, replay=replay)
+        refuse_later(trajectories=trajectories, replay=replay)
         self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
         self.rollout_listeners: list[Listener] = []
@@ -229,11 +230,10 @@ class CollectorDataModule(L.LightningDataModule):
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Give TensorDicts back the batch size that some precision plugins take from them, then ask the module."""
-        if isinstance(batch, TensorDictBase) and not batch.batch_size:
-            training = self.trainer is not None and self.trainer.training
-            batch.auto_batch_size_(batch_dims=self._stream.batch_dims if training else 2)
         if self.trainer is None:
             return batch
+        if isinstance(batch, TensorDictBase):
+            batch = _restore_batch_size(batch, self._stream.batch_dims if self.trainer.training else 2)
         return self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
 
     @override
@@ -315,13 +315,11 @@ class CollectorDataModule(L.LightningDataModule):
 
     def _go_on_from(self, collector: Collector, state: dict[str, Any]) -> None:
         collector.load_state_dict(state)
-        sync = self._callback(WeightSync)
-        if sync is not None:
+        if (sync := self._weight_sync) is not None:
             sync.mark_changed()  # nobody watched the weights between that state and now
 
     def _publish(self, collector: Collector) -> None:
-        sync = self._callback(WeightSync)
-        if sync is not None and sync.take_change():
+        if (sync := self._weight_sync) is not None and sync.take_change():
             began = perf_counter()
             collector.update_policy_weights_()
             self.seconds["weight_sync_s"] += perf_counter() - began
@@ -334,6 +332,7 @@ class CollectorDataModule(L.LightningDataModule):
         prepare = getattr(self.trainer.lightning_module, "prepare_rollout", None)
         if prepare is None:
             return batch
+        batch = _restore_batch_size(self.trainer.precision_plugin.convert_input(batch), batch.batch_dims)
         with torch.no_grad():
             prepared = prepare(batch)
         if not isinstance(prepared, TensorDictBase):
@@ -397,22 +396,18 @@ class CollectorDataModule(L.LightningDataModule):
 
     def _add_callbacks(self, trainer: L.Trainer) -> None:
         for kind in (WeightSync, FrameBudget):
-            if self._callback(kind) is None:
-                _callbacks(trainer).insert(0, kind())  # before the checkpoint callbacks, which Lightning keeps last
-        budget = self._callback(FrameBudget)
+            if find_callback(trainer, kind) is None:
+                # before the checkpoint callbacks, which Lightning keeps last
+                trainer.callbacks.insert(0, kind())  # type: ignore[attr-defined]
+        budget = find_callback(trainer, FrameBudget)
         assert budget is not None
         budget.stream = self._stream
 
-    def _callback(self, kind: type) -> Any:
-        callbacks = [] if self.trainer is None else _callbacks(self.trainer)
-        return next((callback for callback in callbacks if isinstance(callback, kind)), None)
-
-    @staticmethod
-    def _refuse_later(**settings: object) -> None:
-        for name, value in settings.items():
-            if value is not None:
-                raise ValueError(f"{name} is not available in this version : expected None, got {value!r}")
+    @property
+    def _weight_sync(self) -> WeightSync | None:
+        return None if self.trainer is None else find_callback(self.trainer, WeightSync)
 
 
-def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
-    return trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning at run time
+def _restore_batch_size(batch: TensorDictBase, dims: int) -> TensorDictBase:
+    """Give a batch back the size that some precision plugins take from it."""
+    return batch if batch.batch_size else batch.auto_batch_size_(batch_dims=dims)

@@ -1,6 +1,7 @@
 """The hot loop: one batched env and one policy make one batch. No processes, no Lightning."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -107,7 +108,7 @@ class RolloutRunner:
         versions = np.full(steps, version, np.int64)
         versions[:random_steps] = RANDOM_VERSION
         try:
-            with self._stream.active():
+            with self._stream.active(), _one_thread():
                 if self._carried is None or self._config.reset_at_each_iter:
                     self._reset()
                 columns = self._columns_for(steps)
@@ -326,6 +327,17 @@ class RolloutRunner:
             labels["mask"] = torch.from_numpy(mask.T.copy())
         labels["traj_ids"] = torch.from_numpy(ids.T.copy())
         return labels
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One torch thread: acting is many small operations, which more threads slow down, on a busy machine badly."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _put(tree: dict, key: Key, value: Tensor) -> None:

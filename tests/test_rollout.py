@@ -192,8 +192,10 @@ def test_ranks_have_the_seeds_of_their_own_copies():
         mine = [lambda env=env: env for env in envs[2 * rank : 2 * rank + 2]]
         with closing(runner(mine, place=Placement(entropy=9, rank=rank, world_size=2))) as one:
             collect(one, 7)
+            one.reset()
+            collect(one, 2)
     assert [env.seeds[0] for env in envs] == env_seeds(9, "train", range(4))
-    assert all(env.seeds[1:] == [None, None] for env in envs)  # the copies' own generators go on
+    assert all(env.seeds[1:] == [None] * 3 for env in envs)  # the copies' own generators go on
 
 
 @pytest.mark.parametrize("reuse_buffers", [False, True])

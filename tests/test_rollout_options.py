@@ -315,12 +315,12 @@ def test_reset_twice_or_before_the_first_batch_skips_no_id():
     with closing(runner(counting(2, (5,)))) as one:
         one.reset(0)
         one.reset()
-        (first,) = collect(one, 5)  # whole episodes
+        (first,) = collect(one, 7)
         one.reset(0)
         one.reset(0)
         one.reset()
         (second,) = collect(one, 3)
-    assert (ids(first), ids(second)) == ([[0] * 5, [1] * 5], [[2] * 3, [3] * 3])
+    assert (ids(first), ids(second)) == ([[0] * 5 + [2] * 2, [1] * 5 + [3] * 2], [[4] * 3, [5] * 3])
 
 
 def test_reseed_begins_new_episodes_under_the_new_seeds():
@@ -347,6 +347,16 @@ def test_resume_goes_on_counting():
     assert trajectories == [2, 2]
     assert (ids(before), ids(after)) == ([[0, 0, 0, 2], [1, 1, 1, 3]], [[4, 4, 4, 6], [5, 5, 5, 7]])
     assert after["collector", "policy_version"][0].tolist() == [-1, 0, 0, 0]
+
+
+def test_resume_leaves_nothing_of_earlier_batches_in_random_rows():
+    with closing(runner(counting(2, (50,), action_space=MOVE), gaussian)) as one:
+        collect(one, 4)
+        one.resume([1, 1], warm_up_steps=2)
+        (batch,) = collect(one, 4)
+    assert batch["value"][1].tolist() == [0, 0, 1, 1]
+    assert not batch["log_prob"][:, :2].any()
+    assert batch["scale"][:, 2:].all()
 
 
 def test_running_trajectories_are_the_first_ids_that_are_free():

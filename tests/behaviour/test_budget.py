@@ -108,7 +108,7 @@ def test_epoch_borders_reset_nothing(census, learner, trainer_with):
 def test_minimum_beyond_the_budget_raises_instead_of_spinning(more, census, learner, trainer_with):
     data = make_data(census, 16)
     model = learner()
-    with pytest.raises(BudgetSpentError, match="total_frames have been collected.*min_epochs"):
+    with pytest.raises(BudgetSpentError, match=r"total_frames have been collected.*min_epochs"):
         trainer_with(max_epochs=-1, **more).fit(model, datamodule=data)
     assert rows_of(model) == 16
 

@@ -50,11 +50,13 @@ def test_nothing_is_built_before_a_fit_needs_it(census, evaluated_learner, train
     envs = census()
     data = make_data(envs, total_frames=16)
     text = str(data)
-    repr(data), len(data.train_dataloader()), iter(data.train_dataloader()), data.statistics(), data.state_dict()
-    data.hparams, data.progress, data.frames_left, data.policy_version
     assert "CollectorDataModule" in text
     assert "total_frames=16" in text
     assert len(data.val_dataloader()) == len(data.test_dataloader()) == 1
+    assert iter(data.train_dataloader()) is not iter(data.train_dataloader())
+    assert (data.frames_total, data.frames_left, data.progress, data.policy_version) == (0, 16, 0.0, 0)
+    assert data.statistics() == {}
+    assert data.state_dict() == {"collector": None}
     assert envs.made == []
     data.close()
 
@@ -154,7 +156,7 @@ def test_error_of_one_env_closes_the_others(where, census, learner, trainer_with
     envs = census()
     makers = [envs, partial(FailingEnv, where), envs]
     data = CollectorDataModule(makers, frames_per_batch=9, total_frames=18, evaluation=None)
-    with pytest.raises(WorkerFailedError, match="env copy 1 failed in .*broken on purpose"):
+    with pytest.raises(WorkerFailedError, match=r"env copy 1 failed in .*broken on purpose"):
         trainer_with(max_epochs=-1).fit(learner(), datamodule=data)
     assert len(envs.made) == (1 if where == "init" else 2)
     assert envs.still_open == 0

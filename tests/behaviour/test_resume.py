@@ -12,7 +12,7 @@ from lit_collect.testing import CountingEnv
 COPIES, FRAMES = 2, 8
 
 
-class Interrupted(Exception):
+class InterruptedRunError(Exception):
     """Ends the first run."""
 
 
@@ -27,7 +27,7 @@ def interrupted(evaluated_learner):
 
         def training_step(self, batch, batch_idx):
             if len(self.batches) == self.at:
-                raise Interrupted
+                raise InterruptedRunError
             return super().training_step(batch, batch_idx)
 
     return Breaking
@@ -54,7 +54,7 @@ def run_until(at: int, every: int, tmp_path, trainer_with, interrupted, **option
     """A run with a checkpoint after each `every` steps that breaks in step `at`; its data module and model."""
     data, model = make_data(**options), interrupted(at)
     trainer = trainer_with(max_epochs=-1, callbacks=[Saving(tmp_path, every)])
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptedRunError):
         trainer.fit(model, datamodule=data)
     return data, model
 
@@ -118,7 +118,7 @@ def test_run_that_is_resumed_twice_never_repeats_its_seeds(tmp_path, trainer_wit
         envs, model = census(), interrupted(1)
         data = make_data(envs, total_frames=80)
         trainer = trainer_with(max_epochs=-1, limit_val_batches=0, callbacks=[Saving(tmp_path, 1)])
-        with pytest.raises(Interrupted):
+        with pytest.raises(InterruptedRunError):
             trainer.fit(model, datamodule=data, ckpt_path=path)
         assert len(model.batches) == 1
         seen += [env.seeds[0] for env in envs.made]
@@ -202,7 +202,8 @@ def test_weight_sync_given_by_the_user_publishes_what_the_checkpoint_brought(
 
 
 def test_collector_state_brings_counters_ids_and_the_warm_up_back():
-    options = {"num_envs": 2, "frames_per_batch": 8, "total_frames": 40, "rollout": RolloutConfig(init_random_frames=12)}
+    rollout = RolloutConfig(init_random_frames=12)
+    options = {"num_envs": 2, "frames_per_batch": 8, "total_frames": 40, "rollout": rollout}
     with Collector(CountingEnv, seed=3, **options) as first:
         first.collect()
         state = first.state_dict()
