@@ -9,11 +9,11 @@ class LitCollectError(Exception):
 
 
 class WorkerFailedError(LitCollectError):
-    """Code of the user (environment or policy) raised an exception while collecting.
+    """An environment raised an exception while frames were collected.
 
     The message names the env copy, what it was doing, and the type and text of the original error, which is also
-    the ``__cause__`` when it happened in this process. Mend the environment or the policy; the collector may be
-    used again and then starts new episodes.
+    the ``__cause__``. Mend the environment; the collector may be used again and then starts new episodes. (What a
+    policy raises in this process is not wrapped: its own traceback says it best.)
     """
 
 

@@ -80,16 +80,18 @@ def copy_weights(source: Mapping[str, Tensor], module: nn.Module) -> None:
         ValueError: naming the names that are missing or unknown, or the shape that differs.
     """
     target = named_tensors(module)
-    missing, unknown = sorted(target.keys() - source.keys()), sorted(source.keys() - target.keys())
+    kept = module.state_dict().keys()  # without buffers that are never saved, which need not be given
+    missing = sorted(name for name in target.keys() - source.keys() if name in kept)
+    unknown = sorted(source.keys() - target.keys())
     if missing or unknown:
         raise ValueError(f"weights do not fit the policy: missing {missing}, unknown {unknown}")
-    for name, tensor in target.items():
-        if source[name].shape != tensor.shape:
-            raise ValueError(f"weight {name!r} must have shape {tuple(tensor.shape)}, got {tuple(source[name].shape)}")
+    for name, tensor in source.items():
+        if tensor.shape != target[name].shape:
+            raise ValueError(f"weight {name!r} must have shape {tuple(target[name].shape)}, got {tuple(tensor.shape)}")
     with torch.no_grad():
-        for name, tensor in target.items():
-            if source[name] is not tensor:
-                tensor.copy_(source[name])
+        for name, tensor in source.items():
+            if tensor is not target[name]:
+                target[name].copy_(tensor)
 
 
 def models_to_update(

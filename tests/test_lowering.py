@@ -14,10 +14,10 @@ from tensordict.nn import (
     TensorDictModule,
     TensorDictModuleBase,
     TensorDictSequential,
-    interaction_type,
     set_composite_lp_aggregate,
     set_interaction_type,
 )
+from tensordict.nn.probabilistic import interaction_type
 from torch import distributions, nn
 
 from lit_collect.envs.spaces import TreeSpec

@@ -140,3 +140,14 @@ def test_models_to_update_takes_several_models_by_id():
 def test_models_to_update_of_two_ways_raises():
     with pytest.raises(ValueError, match="weights must be given in one way, got weights and policy"):
         models_to_update(None, {}, net(1.0), "policy", None)
+
+
+def test_copy_weights_when_a_buffer_is_never_saved_takes_a_state_dict_without_it():
+    def make() -> nn.Module:
+        module = nn.Linear(2, 1)
+        module.register_buffer("scratch", torch.zeros(3), persistent=False)
+        return module
+
+    source, target = make(), make()
+    copy_weights(named_tensors(source.state_dict()), target)
+    assert torch.equal(target.weight, source.weight)

@@ -46,6 +46,7 @@ class WeightSync(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Watch the optimizers of this fit (Lightning makes new ones for each)."""
         self._release()
+        self._changed = False  # what another fit has left
         self._handles = [optimizer.register_step_post_hook(self._see_step) for optimizer in trainer.optimizers]
 
     @override

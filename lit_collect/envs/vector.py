@@ -332,7 +332,7 @@ def _refuse_lossy(base: object) -> None:
         )
 
 
-def _close_async(env: VectorEnv[Any, Any, Any], base: AsyncVectorEnv[Any, Any], *, graceful: bool) -> None:
+def _close_async(env: VectorEnv[Any, Any, Any], base: "AsyncVectorEnv[Any, Any]", *, graceful: bool) -> None:
     """Ask, wait, terminate, kill. Gymnasium's own `close` waits without a limit for workers that are gone."""
     asking = threading.Thread(target=_quietly_close, args=(env,), daemon=True)
     if graceful and all(process.is_alive() for process in base.processes):
