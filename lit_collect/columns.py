@@ -99,6 +99,8 @@ class Columns:
         dtype = value.dtype
         if leaf is not None and leaf.dtype.kind != "f":  # indices are stored as the space has them
             dtype = torch.from_numpy(np.empty(0, leaf.stored)).dtype
+        elif leaf is not None and dtype not in (torch.float32, torch.float64):  # NumPy has no bfloat16
+            dtype = torch.float32
         with torch.inference_mode(False):
             return torch.zeros((*self._shape, *value.shape[1:]), dtype=dtype)
 

@@ -62,8 +62,8 @@ class Actor(ABC):
     """Keys of what a call returns, in its order; known after the first call."""
     module: nn.Module | None = None
     """The module whose weights act, if there is one."""
-    device: torch.device | None = None
-    """Where the module is, if that is not the CPU, where observations come from."""
+    home: tuple[torch.device, torch.dtype] | None = None
+    """Device and precision of the module, if they are not those of observations: the CPU and float32."""
     _acted = False
 
     @abstractmethod
@@ -93,17 +93,19 @@ class Actor(ABC):
         """No gradients, and eval mode if that makes a difference; both are undone also after an exception.
 
         The first time is without inference mode, which is a few percent faster: what a module makes once and keeps
-        (lazy parameters, caches) must be of use to training too. The module's device is looked up anew each time,
-        because a trainer may have moved it.
+        (lazy parameters, caches) must be of use to training too. The module's device and precision are looked up
+        anew each time, because a trainer may have changed them.
         """
-        self.device = _foreign_device(self.module)
+        self.home = _foreign_home(self.module)
         with torch.inference_mode() if self._acted else torch.no_grad(), _evaluating(self.module):
             yield
         self._acted = True
 
     def moved(self, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The observation where the module is."""
-        return tuple([leaf.to(self.device) for leaf in leaves])
+        """The observation on the module's device and in its precision (integers stay what they are)."""
+        assert self.home is not None
+        device, dtype = self.home
+        return tuple([leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype) for leaf in leaves])
 
 
 class RandomActor(Actor):
@@ -151,7 +153,7 @@ class FunctionActor(Actor):
 
     def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """Ask the policy and take its answer apart."""
-        if self.device is not None:
+        if self.home is not None:
             leaves = self.moved(leaves)
         answer = self._call(leaves[0] if self._paths is None else nest(self._paths, leaves))
         if self._decode is None:
@@ -183,7 +185,7 @@ class TensorDictActor(Actor):
 
     def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """Call the module with a TensorDict [N] of the observation."""
-        if self.device is not None:
+        if self.home is not None:
             leaves = self.moved(leaves)
         data = TensorDict(dict(zip(self._observation_keys, leaves, strict=True)), batch_size=leaves[0].shape[:1])
         answer = self._policy(data)
@@ -212,7 +214,7 @@ class LoweredTensorDictActor(Actor):
 
     def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """Run the calls and draw the action."""
-        if self.device is not None:
+        if self.home is not None:
             leaves = self.moved(leaves)
         values = self._plan.run(dict(zip(self._observation_keys, leaves, strict=True)))
         if self._choose is not None:
@@ -435,10 +437,13 @@ def _check_nan(values: Tensor) -> Tensor:
     return values
 
 
-def _foreign_device(module: nn.Module | None) -> torch.device | None:
-    """The module's device if it is not the CPU, where observations come from."""
-    parameter = next(module.parameters(), None) if module is not None else None
-    return None if parameter is None or parameter.device.type == "cpu" else parameter.device
+def _foreign_home(module: nn.Module | None) -> tuple[torch.device, torch.dtype] | None:
+    """Device and precision of the module's parameters, unless observations have them already."""
+    parameters = () if module is None else module.parameters()
+    first = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
+    if first is None or (first.device.type == "cpu" and first.dtype is torch.float32):
+        return None
+    return first.device, first.dtype
 
 
 def _plain_call(policy: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,223 @@
+"""Evaluation plays whole episodes, the same number on each copy, each of them once."""
+
+from functools import partial
+
+import pytest
+import torch
+from gymnasium.vector import SyncVectorEnv
+from tensordict import TensorDict
+from torch import nn
+
+from lit_collect import EvaluationConfig, RolloutConfig
+from lit_collect.envs.factories import resolve_env
+from lit_collect.evaluation import EvaluationLoader, Evaluator, first_episodes
+from lit_collect.metrics import episode_returns
+from lit_collect.seeding import Placement
+from lit_collect.testing import ConstantPolicy, CountingEnv
+
+
+def make_evaluator(env, policy=None, rollout=RolloutConfig(), **config) -> Evaluator:
+    return Evaluator(
+        resolve_env(env),
+        EvaluationConfig(**config),
+        rollout=rollout,
+        policy=lambda: policy,
+        place=Placement(entropy=3, stage="validate"),
+    )
+
+
+class Leaning(nn.Module):
+    """Prefers action 1, but not always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor([0.0, 0.5]))
+
+    def forward(self, observation):
+        return {"logits": self.logits.expand(len(observation), 2)}
+
+
+@pytest.fixture
+def play():
+    """Play all rounds of an evaluator, and close it."""
+    opened: list[Evaluator] = []
+
+    def rounds(evaluator: Evaluator) -> list[TensorDict]:
+        opened.append(evaluator)
+        return list(evaluator.rounds())
+
+    yield rounds
+    for evaluator in opened:
+        evaluator.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "rounds", "copies"),
+    [
+        ({"num_episodes": 1}, 1, 1),
+        ({"num_episodes": 10}, 1, 10),
+        ({"num_episodes": 20}, 2, 10),
+        ({"num_episodes": 7}, 1, 7),
+        ({"num_episodes": 13}, 13, 1),
+        ({"num_episodes": 6, "num_envs": 2}, 3, 2),
+    ],
+)
+def test_rounds_times_copies_are_the_episodes(config, rounds, copies, play):
+    evaluator = make_evaluator(CountingEnv, **config)
+    played = play(evaluator)
+    assert len(EvaluationLoader(evaluator, [])) == len(played) == rounds
+    assert all(batch.batch_size[0] == copies for batch in played)
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 70])
+def test_a_round_is_one_whole_episode_of_each_copy(length, play):
+    (batch,) = play(make_evaluator(partial(CountingEnv, lengths=(length,)), num_episodes=2))
+    assert batch.batch_size == (2, length)
+    assert batch["collector", "mask"].all()
+    assert batch["is_init"][:, 0].all()
+    assert batch["next", "done"][:, -1].all()
+    assert not batch["next", "done"][:, :-1].any()
+    assert batch["observation"][0, :, 2].tolist() == list(range(length))
+    assert batch["next", "observation"][0, :, 2].tolist() == list(range(1, length + 1))
+
+
+def test_first_episode_of_each_copy_counts_whatever_its_length(play):
+    makers = [partial(CountingEnv, 0, (2,)), partial(CountingEnv, 1, (40,)), partial(CountingEnv, 2, (1, 90))]
+    (batch,) = play(make_evaluator(makers, num_episodes=3))
+    assert batch.batch_size == (3, 40)
+    assert batch["collector", "mask"].sum(1).tolist() == [2, 40, 1]
+    returns, lengths = episode_returns(batch)
+    assert lengths.tolist() == [2, 40, 1]
+    assert returns.tolist() == [3, 820, 1]
+    padding = batch[~batch["collector", "mask"]]
+    assert not any(leaf.any() for leaf in padding.exclude(("collector", "mask")).values(True, True))
+
+
+def test_sequence_of_envs_plays_at_least_the_episodes_on_all_of_them(play):
+    makers = [partial(CountingEnv, i) for i in range(4)]
+    rounds = play(make_evaluator(makers, num_episodes=10))
+    assert [batch.batch_size[0] for batch in rounds] == [4, 4, 4]
+
+
+def test_vector_env_is_evaluated_on_its_own_copies(play):
+    def make():
+        return SyncVectorEnv([partial(CountingEnv, i, (2, 5)) for i in range(2)])
+
+    rounds = play(make_evaluator(make, num_episodes=4, num_envs=2))
+    assert [batch.shape for batch in rounds] == [(2, 2), (2, 5)]
+
+
+def test_vector_env_that_spends_steps_on_resetting_gives_whole_episodes(play):
+    class Forgetful(SyncVectorEnv):
+        def step(self, actions):
+            return super().step(actions)
+
+    def make():
+        return Forgetful([partial(CountingEnv, i, (1 + 2 * i,)) for i in range(2)], autoreset_mode="NextStep")
+
+    for batch in play(make_evaluator(make, num_episodes=4, num_envs=2)):
+        assert batch["collector", "mask"].sum(1).tolist() == [1, 3]
+        assert episode_returns(batch)[1].tolist() == [1, 3]
+
+
+def test_rounds_play_other_episodes_and_evaluations_the_same(play):
+    evaluator = make_evaluator("CartPole-v1", num_episodes=4, num_envs=2)
+    first, second = play(evaluator), play(evaluator)
+    starts = [batch["observation"][:, 0] for batch in first]
+    assert not torch.isin(starts[0], starts[1]).any()
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one.keys(True, True))
+
+
+@pytest.mark.parametrize(("exploration", "actions"), [("deterministic", {1}), ("mode", {1}), ("random", {0, 1})])
+def test_actions_are_taken_as_the_config_says(exploration, actions, play):
+    policy = Leaning()
+    rollout = RolloutConfig(exploration="random")
+    evaluator = make_evaluator(
+        partial(CountingEnv, lengths=(50,)), policy, rollout, num_episodes=2, exploration=exploration
+    )
+    (batch,) = play(evaluator)
+    assert set(batch["action"].unique().tolist()) == actions
+
+
+@pytest.mark.parametrize(("limit", "rollout_limit", "length"), [(5, None, 5), (None, 4, 4), (5, 4, 5), (None, None, 9)])
+def test_episodes_are_cut_where_that_is_asked_for(limit, rollout_limit, length, play):
+    rollout = RolloutConfig(max_frames_per_traj=rollout_limit)
+    evaluator = make_evaluator(partial(CountingEnv, lengths=(9,)), None, rollout, num_episodes=2, max_frames=limit)
+    (batch,) = play(evaluator)
+    assert batch.batch_size == (2, length)
+    assert batch["next", "truncated"][:, -1].all().item() == (length < 9)
+
+
+def test_newest_weights_act_in_each_round(play):
+    policy = ConstantPolicy(0.0, num_actions=2)
+    evaluator = make_evaluator(CountingEnv, policy, num_episodes=4, num_envs=2)
+    seen = []
+    for batch in evaluator.rounds():
+        seen.append(batch["action"].unique().tolist())
+        with torch.no_grad():
+            policy.action += 1.0
+    evaluator.close()
+    assert seen == [[0], [1]]
+
+
+def test_module_stays_in_its_mode_and_keeps_its_gradients(play):
+    policy = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    evaluator = make_evaluator(CountingEnv, lambda obs: {"logits": policy(obs)}, num_episodes=2)
+    policy(torch.zeros(1, 3)).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in policy.parameters()]
+    play(evaluator)
+    assert policy.training
+    assert all(torch.equal(p.grad, g) for p, g in zip(policy.parameters(), gradients, strict=True))
+
+
+def test_envs_are_built_with_the_first_round_and_kept():
+    made = []
+
+    def make():
+        made.append(CountingEnv())
+        return made[-1]
+
+    evaluator = make_evaluator(make, num_episodes=4, num_envs=2)
+    loader = EvaluationLoader(evaluator, [])
+    iter(loader)
+    evaluator.close()
+    assert made == []
+    for _ in range(2):
+        assert len(list(loader)) == 2
+    assert len(made) == 2
+    evaluator.close()
+    evaluator.close()
+    assert [env.closes for env in made] == [1, 1]
+    assert len(list(loader)) == 2
+    evaluator.close()
+    assert [env.closes for env in made] == [1] * 4
+
+
+def test_listeners_see_each_round_before_it_is_handed_out(play):
+    heard = []
+    evaluator = make_evaluator(CountingEnv, num_episodes=4, num_envs=2)
+    for number, batch in enumerate(EvaluationLoader(evaluator, [heard.append, heard.append])):
+        assert len(heard) == 2 * (number + 1)
+        assert heard[-1] is batch
+    evaluator.close()
+
+
+def test_evaluation_under_inference_mode_gives_ordinary_tensors(play):
+    evaluator = make_evaluator(CountingEnv, ConstantPolicy(num_actions=2), num_episodes=2)
+    with torch.inference_mode():
+        (batch,) = play(evaluator)
+    assert not batch["observation"].is_inference()
+    (again,) = play(evaluator)
+    assert torch.equal(batch["next", "reward"], again["next", "reward"])
+
+
+def test_first_episodes_of_known_rows():
+    done = torch.tensor([[False, True, False, True], [False, False, True, False]])
+    value = torch.arange(8.0).view(2, 4)
+    batch = TensorDict({"value": value, "next": {"done": done.unsqueeze(-1)}}, batch_size=[2, 4])
+    cut = first_episodes(batch)
+    assert cut.batch_size == (2, 3)
+    assert cut["collector", "mask"].tolist() == [[True, True, False], [True, True, True]]
+    assert cut["value"].tolist() == [[0, 1, 0], [4, 5, 6]]
+    assert value.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]  # the batch itself is left alone
