@@ -1,6 +1,7 @@
 """The command ``lit-collect fit|validate|test|predict``: LightningCLI with what collecting needs."""
 
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,9 @@ class CollectorCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Say where the results are, and what was reached."""
+        lines = summary(self.trainer)  # on every rank: asking for the folder is a collective
         if self.trainer.is_global_zero:
-            print("\n".join(summary(self.trainer)))  # noqa: T201  # the last lines of the command are for people
+            print("\n".join(lines))  # noqa: T201  # the last lines of the command are for people
 
     @override
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> L.Trainer:
@@ -113,6 +115,8 @@ def summary(trainer: L.Trainer) -> list[str]:
 
 def main(args: ArgsType = None) -> None:
     """Entry point of ``lit-collect``."""
+    # Lightning 2.6 asks torch 2.13 a question in a deprecated way, at every start.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     CollectorCLI(args)
 
 

@@ -112,15 +112,18 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
                 "an epoch was asked for although all of total_frames have been collected; raise the budget, or let "
                 "the run end with it (max_epochs=-1 without min_epochs and min_steps)"
             )
+        begun = self._delivered % self._pieces(self._source.frames_per_batch)  # not 0 only after a resume
         while True:
             batch = self._source.collect()
-            begun = self._delivered % self._pieces(self._source.frames_per_batch)  # not 0 only after a resume
-            self._pending = self._pieces(batch.numel()) - begun
+            pieces = self._pieces(batch.numel())
+            begun = min(begun, pieces - 1)  # a shorter batch has fewer, and one of them must be used
+            self._pending = pieces - begun
             for piece in self._cut(batch, begun):
                 self._delivered += 1
                 self._pending -= 1
                 self.batch_dims = piece.batch_dims
                 yield piece
+            begun = 0
             if self._delivered >= length or self._source.frames_left == 0:
                 return
 

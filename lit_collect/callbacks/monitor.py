@@ -286,7 +286,9 @@ class CollectionMonitor(Callback):
         }
         self.latest = {**self.latest, **values}
         self.evaluations += 1
-        pl_module.log_dict({self._names.get(key, key): value for key, value in values.items()}, batch_size=1)
+        named = {self._names.get(key, key): value for key, value in values.items()}
+        # All ranks have the same values by now; saying that they are synchronised keeps Lightning from a warning.
+        pl_module.log_dict(named, batch_size=1, sync_dist=trainer.world_size > 1)
 
 
 def _discard(listeners: list[Any], listener: Any) -> None:
