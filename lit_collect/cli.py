@@ -82,8 +82,8 @@ class CollectorCLI(LightningCLI):
         given = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         no_bar = config.get("enable_progress_bar") is False or any(isinstance(c, ProgressBar) for c in given)
-        kinds = tuple(type(c) for c in given)
-        kept = [c for c in callbacks if not isinstance(c, kinds) and not (no_bar and isinstance(c, ProgressBar))]
+        replaced = [c for c in callbacks if any(isinstance(other, type(c)) for other in given)]
+        kept = [c for c in callbacks if c not in replaced and not (no_bar and isinstance(c, ProgressBar))]
         return super()._instantiate_trainer(config, kept)
 
 

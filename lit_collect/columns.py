@@ -1,7 +1,8 @@
-"""Preallocated storage of one batch in the making, time first, and the views of it that one step needs.
+"""A window of steps: preallocated storage, time first, and the views of it that one step needs.
 
-The views of every step are made once and kept: indexing a tensor or an array anew at each step costs more than the
-bookkeeping itself. A batch that is handed out is always a copy.
+The views of every step are made once and kept, because indexing a tensor or an array anew at each step costs more
+than the bookkeeping itself. The window is short, so that views and values stay in the processor's cache; the rows of
+a batch are copied out window by window (see `lit_collect.assembly`).
 """
 
 from collections.abc import Sequence
@@ -18,10 +19,10 @@ from lit_collect.frames import Key
 
 
 class Columns:
-    """Storage for T steps of N env copies.
+    """Storage for W steps of N env copies.
 
     Args:
-        steps: T.
+        steps: W.
         num_envs: N.
         observation_spec: of one env copy.
         action_spec: of one env copy.
@@ -31,17 +32,17 @@ class Columns:
         self.steps = steps
         self._shape = (steps, num_envs)
         self._action_leaves = action_spec.leaves
-        arrays = observation_spec.empty((steps + 1, num_envs))
-        self.observations = tuple(torch.from_numpy(array) for array in arrays)  # [T + 1, N, ...]
+        self._arrays = observation_spec.empty((steps + 1, num_envs))
+        self.observations = tuple(torch.from_numpy(array) for array in self._arrays)  # [W + 1, N, ...]
         self.reward = np.zeros(self._shape, np.float32)
         self.terminated = np.zeros(self._shape, bool)
         self.truncated = np.zeros(self._shape, bool)
         self.valid = np.ones(self._shape, bool)
-        self.outputs: dict[Key, Tensor] = {}  # [T, N, ...], the policy's; known after the first call of the policy
+        self.outputs: dict[Key, Tensor] = {}  # [W, N, ...], the policy's; known after the first call of the policy
         self.inputs = [tuple(leaf[t] for leaf in self.observations) for t in range(steps)]
         self.slots = [
             StepViews(
-                tuple(array[t + 1] for array in arrays),
+                tuple(array[t + 1] for array in self._arrays),
                 self.reward[t],
                 self.terminated[t],
                 self.truncated[t],
@@ -52,18 +53,19 @@ class Columns:
         self.actions: list[Leaves] = []
         self._targets: dict[tuple[Key, ...], list[list[Tensor]]] = {}
 
-    def begin(self, observation: Sequence[np.ndarray]) -> None:
-        """Clear the flags and put the first observation in place."""
+    def begin(self, observation: Sequence[np.ndarray], rows: Any = slice(None)) -> None:
+        """Let the policy see these observations next, in all env copies or in some rows."""
+        for array, leaf in zip(self._arrays, observation, strict=True):
+            array[0, rows] = leaf[rows]
+
+    def turn(self, steps: int) -> None:
+        """Begin the next window with what the policy sees after `steps` steps of this one."""
+        for array in self._arrays:
+            array[0] = array[steps]
         self.terminated.fill(False)
         self.truncated.fill(False)
         self.valid.fill(True)
         self.reward.fill(0.0)
-        for column, leaf in zip(self.observations, observation, strict=True):
-            column[0].copy_(torch.from_numpy(leaf))
-
-    def last_observation(self, steps: int) -> Leaves:
-        """What the policy sees after `steps` steps: [N, ...] per leaf, copied."""
-        return tuple(leaf[steps].numpy().copy() for leaf in self.observations)
 
     def known_targets(self, keys: tuple[Key, ...]) -> list[list[Tensor]] | None:
         """Where outputs with these keys are written, if that was found out before."""
@@ -138,16 +140,6 @@ def store(values: Sequence[Any], targets: list[Tensor], sizes: Sequence[int], ke
                 f"{tuple(targets[position].shape)}, got {tuple(value.shape)}"
             )
     torch._foreach_copy_(targets, values)  # type: ignore[arg-type]  # any sequence will do
-
-
-def batch_major(column: Tensor) -> Tensor:
-    """[T, N, ...] -> a copy [N, T, ...], contiguous."""
-    return column.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-
-
-def flag(column: np.ndarray) -> Tensor:
-    """[T, N] -> a copy [N, T, 1]."""
-    return torch.from_numpy(column.T[..., None].copy())
 
 
 def _check_action(leaf: LeafSpec, value: Tensor, num_envs: int) -> None:

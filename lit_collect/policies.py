@@ -5,27 +5,23 @@ with ``"action"`` and extras, a mapping with distribution parameters (``logits``
 `torch.distributions.Distribution`; or it is built by a `PolicyFactory`; or it is None: uniform random actions.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.nn import InteractionType, TensorDictModuleBase, set_interaction_type
-from torch import Tensor, distributions, nn
+from torch import Tensor, nn
 
 from lit_collect.config import Exploration
-from lit_collect.envs.spaces import LeafSpec, TreeSpec, nest, sample_leaf
-from lit_collect.errors import FrameContractError
-from lit_collect.frames import ACTION, RESERVED, Key
+from lit_collect.decoding import Decoder, check_names, check_nan, decoder_for
+from lit_collect.envs.spaces import TreeSpec, nest, sample_leaf
+from lit_collect.frames import RESERVED, Key
 from lit_collect.lowering import LoweredActor, lower
-from lit_collect.sampling import FAMILIES, Family, choose_from, family_of, joint
 
-LOG_PROB: Key = ("log_prob",)
 _MODE_DEPENDENT = (
     nn.modules.dropout._DropoutNd,
     nn.modules.batchnorm._NormBase,
@@ -81,10 +77,10 @@ class Actor(ABC):
         """Further outputs that are computed once for all rows of a batch.
 
         Args:
-            columns: [T, N, ...] for each of `keys`.
+            columns: [N, T, ...] for each of `keys`.
 
         Returns:
-            [T, N, ...] by key.
+            [N, T, ...] by key.
         """
         return {}
 
@@ -147,7 +143,7 @@ class FunctionActor(Actor):
         self._observed = frozenset(leaf.key[0] for leaf in observation_spec.leaves)
         self._action = action_spec.leaves[0]
         self._exploration: Exploration = exploration
-        self._decoder: _Decoder | None = None
+        self._decoder: Decoder | None = None
         self._decode: Callable[[Any], Sequence[Tensor]] | None = None
         self._call = policy
 
@@ -157,7 +153,7 @@ class FunctionActor(Actor):
             leaves = self.moved(leaves)
         answer = self._call(leaves[0] if self._paths is None else nest(self._paths, leaves))
         if self._decode is None:
-            self._decoder = _decoder_for(answer, self._exploration, self._action, self._observed)
+            self._decoder = decoder_for(answer, self._exploration, action=self._action, observed=self._observed)
             self.keys, self._decode = self._decoder.keys, self._decoder.decode
         return self._decode(answer)
 
@@ -205,7 +201,7 @@ class LoweredTensorDictActor(Actor):
         self, policy: TensorDictModuleBase, plan: LoweredActor, *, observation_spec: TreeSpec, exploration: Exploration
     ) -> None:
         self.module = policy
-        self._plan = plan
+        self._plan = self._bound = plan
         self._interaction = InteractionType.from_str(exploration)
         self._observation_keys = tuple(leaf.key for leaf in observation_spec.leaves)
         self._choose = plan.family.chooser(exploration) if plan.family is not None else None
@@ -216,7 +212,7 @@ class LoweredTensorDictActor(Actor):
         """Run the calls and draw the action."""
         if self.home is not None:
             leaves = self.moved(leaves)
-        values = self._plan.run(dict(zip(self._observation_keys, leaves, strict=True)))
+        values = self._bound.run(dict(zip(self._observation_keys, leaves, strict=True)))
         if self._choose is not None:
             values[self._plan.action] = self._choose(*[values[key] for key in self._plan.parameters])
         return [values[key] for key in self.keys]
@@ -226,14 +222,15 @@ class LoweredTensorDictActor(Actor):
         plan = self._plan
         if plan.family is None or plan.log_prob is None:
             for key in plan.parameters:
-                _check_nan(columns[key])
+                check_nan(columns[key])
             return {}
         values = plan.family.log_prob(columns[plan.action], *[columns[key] for key in plan.parameters])
-        return {plan.log_prob: _check_nan(values)}
+        return {plan.log_prob: check_nan(values)}
 
     @contextmanager
     def acting(self) -> Iterator[None]:
         """See `Actor.acting`; also sets tensordict's interaction type, which inner modules may ask for."""
+        self._bound = self._plan.bound()
         with super().acting(), set_interaction_type(self._interaction):
             yield
 
@@ -271,141 +268,9 @@ def make_actor(
     return FunctionActor(policy, observation_spec=observation_spec, action_spec=action_spec, exploration=exploration)
 
 
-class _Decoder(ABC):
-    """Takes the answers of a policy apart; its kind is chosen by the first answer and does not change."""
-
-    keys: tuple[Key, ...]
-
-    @abstractmethod
-    def decode(self, answer: Any) -> Sequence[Tensor]:
-        """The values of `keys`."""
-
-    def complete(self, columns: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """What is computed once a batch."""
-        return {}
-
-
-class _PlainAction(_Decoder):
-    keys = (ACTION,)
-
-    def decode(self, answer: Any) -> Sequence[Tensor]:
-        return (answer if type(answer) is Tensor else torch.as_tensor(answer),)
-
-
-class _NamedValues(_Decoder):
-    """A mapping that holds the action, and whatever else is to be stored."""
-
-    def __init__(self, answer: Mapping[str, Any]) -> None:
-        self.keys = tuple(_paths(answer))
-        tensors = all(isinstance(_at(answer, key), Tensor) for key in self.keys)
-        if tensors and len(self.keys) > 1 and all(len(key) == 1 for key in self.keys):
-            self.decode = itemgetter(*[key[0] for key in self.keys])  # type: ignore[method-assign, assignment]  # in C
-
-    def decode(self, answer: Any) -> Sequence[Tensor]:
-        return [torch.as_tensor(_at(answer, key)) for key in self.keys]
-
-
-class _Parameters(_Decoder):
-    """A mapping that holds distribution parameters: the action is drawn here."""
-
-    def __init__(self, answer: Mapping[str, Any], family: Family, exploration: Exploration, action: LeafSpec) -> None:
-        given = _NamedValues(answer)
-        self.keys = (*given.keys, ACTION)
-        self._given = given.decode
-        self._family, self._choose = family, family.chooser(exploration)
-        self._event_dims = len(action.shape)
-        self._parameters: tuple[Key, ...] = tuple((name,) for name in family.parameters)
-        self._positions = [given.keys.index(key) for key in self._parameters]
-
-    def decode(self, answer: Any) -> Sequence[Tensor]:
-        values = self._given(answer)
-        return [*values, self._choose(*[values[position] for position in self._positions])]
-
-    def complete(self, columns: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        parameters = [columns[key] for key in self._parameters]
-        values = joint(self._family.log_prob(columns[ACTION], *parameters), self._event_dims)
-        return {LOG_PROB: _check_nan(values)}
-
-
-class _KnownDistribution(_Parameters):
-    """A distribution object of a known family; its parameters are kept under private keys."""
-
-    def __init__(self, family: Family, exploration: Exploration, action: LeafSpec) -> None:
-        super().__init__(dict.fromkeys(family.parameters), family, exploration, action)
-        self._parameters = tuple((f"_{name}",) for name in family.parameters)
-        self.keys = (*self._parameters, ACTION)
-
-    def decode(self, answer: Any) -> Sequence[Tensor]:
-        known = family_of(answer)
-        if known is None or known[0] is not self._family:
-            raise FrameContractError(f"the policy's answer changed its kind, got {answer}")
-        return [*known[1], self._choose(*known[1])]
-
-
-class _AnyDistribution(_Decoder):
-    """A distribution object that torch has to sample from."""
-
-    keys = (ACTION, LOG_PROB)
-
-    def __init__(self, exploration: Exploration, action: LeafSpec) -> None:
-        self._exploration: Exploration = exploration
-        self._whole = action.dtype.kind != "f"
-
-    def decode(self, answer: Any) -> Sequence[Tensor]:
-        action = choose_from(answer, self._exploration)
-        log_prob = answer.log_prob(action)
-        if self._whole and answer.support.is_discrete:  # a Bernoulli gives its zeros and ones as floats
-            action = action.long()
-        return action, joint(log_prob, log_prob.ndim - 1)
-
-
-def _decoder_for(answer: Any, exploration: Exploration, action: LeafSpec, observed: frozenset[str]) -> _Decoder:
-    if isinstance(answer, (Tensor, np.ndarray)):
-        return _PlainAction()
-    if isinstance(answer, distributions.Distribution):
-        known = family_of(answer)
-        return _KnownDistribution(known[0], exploration, action) if known else _AnyDistribution(exploration, action)
-    if isinstance(answer, (Mapping, TensorDictBase)):
-        names = set(answer.keys())
-        _check_names(names, RESERVED | observed)
-        if "action" in names:
-            return _NamedValues(answer)
-        for family in FAMILIES:
-            if names.issuperset(family.parameters):
-                return _Parameters(answer, family, exploration, action)
-        raise FrameContractError(
-            f"the policy returned a mapping without an action : expected 'action', or 'logits', or 'loc' and 'scale', "
-            f"got {sorted(names)}"
-        )
-    raise FrameContractError(
-        "the policy returned no action : expected a tensor, a mapping with 'action' or distribution parameters, or a "
-        f"torch Distribution, got {type(answer).__name__}"
-    )
-
-
-def _check_names(names: Iterable[str], reserved: frozenset[str]) -> None:
-    taken = sorted({name for name in names if name in reserved - {"action"}})
-    if taken:
-        raise FrameContractError(f"the policy returned {taken}, names that the batch itself takes; rename them")
-
-
-def _paths(answer: Mapping[str, Any], prefix: Key = ()) -> Iterator[Key]:
-    for name, value in answer.items():
-        if isinstance(value, (Mapping, TensorDictBase)):
-            yield from _paths(value, (*prefix, name))
-        else:
-            yield (*prefix, name)
-
-
-def _at(answer: Any, key: Key) -> Tensor:
-    for part in key:
-        answer = answer[part]
-    return answer
-
-
 def _output_keys(keys: Sequence[Key], observation_spec: TreeSpec) -> tuple[Key, ...]:
     """What a TensorDict module gives besides a changed observation, which it changes again when it is trained."""
-    _check_names([key[0] for key in keys], RESERVED)
+    check_names([key[0] for key in keys], RESERVED)
     observed = {leaf.key for leaf in observation_spec.leaves}
     return tuple(dict.fromkeys(key for key in keys if key not in observed))
 
@@ -427,14 +292,6 @@ def _fits(plan: LoweredActor, observation_spec: TreeSpec) -> bool:
             return False
         known.update(stage.gives)
     return (known - observed).issuperset(plan.parameters)
-
-
-def _check_nan(values: Tensor) -> Tensor:
-    """Raise where a policy's parameters were NaN: sampling hides it, they and the log-probability do not."""
-    if math.isnan(float(values.sum())) and bool(values.isnan().any()):
-        step, copy = values.isnan().nonzero()[0][:2].tolist()
-        raise FrameContractError(f"the policy gave NaN for env copy {copy} at step {step} of the batch")
-    return values
 
 
 def _foreign_home(module: nn.Module | None) -> tuple[torch.device, torch.dtype] | None:

@@ -226,11 +226,7 @@ def by_actor(actor, seen) -> TensorDict:
 def assert_same(ours: TensorDict, theirs: TensorDict) -> None:
     assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
     for key in theirs.keys(True, True):
-        if "log_prob" in str(key) or key == "lp":
-            torch.testing.assert_close(ours[key], theirs[key])
-        else:
-            assert torch.equal(ours[key], theirs[key]), key
-            assert ours[key].dtype == theirs[key].dtype
+        torch.testing.assert_close(ours[key], theirs[key])  # integers must be equal, floats to rounding
 
 
 @pytest.mark.parametrize("exploration", EXPLORATIONS)

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from lit_collect import Collector, CollectorDataModule, EvaluationConfig, UpdateConfig
+from lit_collect import Collector, CollectorDataModule, EvaluationConfig, RolloutConfig, UpdateConfig
 from lit_collect.seeding import Placement
 from lit_collect.testing import BoringRLModule, CountingEnv
 
@@ -215,16 +215,26 @@ def test_ranks_and_copies_and_adjacent_seeds_share_no_random_numbers():
     assert ids == [[0, 1], [2, 3]]  # over all ranks
 
 
-def test_set_seed_begins_the_stream_of_that_seed():
-    options = {"num_envs": 2, "frames_per_batch": 16}
-    with Collector(NoisyEnv, Sampler(), seed=4, **options) as expected:
+@pytest.mark.parametrize("policy", [Sampler, lambda: None], ids=["sampling", "random"])
+@pytest.mark.parametrize("random_frames", [0, 8])
+def test_set_seed_begins_the_stream_of_that_seed(random_frames, policy):
+    options = {"num_envs": 2, "frames_per_batch": 16, "rollout": RolloutConfig(init_random_frames=random_frames)}
+    with Collector(NoisyEnv, policy(), seed=4, **options) as expected:
         first = expected.collect()
-    with Collector(NoisyEnv, Sampler(), seed=1, **options) as collector:
-        collector.collect()
+    with Collector(NoisyEnv, policy(), seed=1, **options) as collector:
         collector.set_seed(4)
         again = collector.collect()
     assert torch.equal(first["observation"], again["observation"])
     assert torch.equal(first["action"], again["action"])
+
+
+def test_loaded_state_repeats_no_random_action():
+    options = {"num_envs": 2, "frames_per_batch": 64}
+    with Collector(NoisyEnv, seed=4, **options) as first:
+        actions, state = first.collect()["action"], first.state_dict()
+    with Collector(NoisyEnv, seed=4, **options) as second:
+        second.load_state_dict(state)
+        assert not torch.equal(second.collect()["action"], actions)
 
 
 @pytest.mark.parametrize("reuse", [False, True])

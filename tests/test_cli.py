@@ -1,0 +1,314 @@
+"""The command line, in this process."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+
+from lit_collect import CollectionMonitor, CollectorCLI, FrameProgress, LearningCurve, WeightSync
+from lit_collect.cli import main
+from lit_collect.testing import BoringRLModule
+from trainers import PPO
+
+# a run of two batches: PPO on CartPole, with an evaluation of two short episodes
+PPO_RUN = """
+seed_everything: 3
+trainer:
+  accelerator: cpu
+  max_epochs: -1
+  num_sanity_val_steps: 0
+  enable_model_summary: false
+  logger:
+    class_path: lightning.pytorch.loggers.CSVLogger
+    init_args: {save_dir: runs, name: cli}
+model:
+  class_path: trainers.PPO
+  init_args: {hidden: [8]}
+data:
+  class_path: lit_collect.CollectorDataModule
+  init_args:
+    env: CartPole-v1
+    num_envs: 2
+    frames_per_batch: 32
+    total_frames: 64
+    updates: {epochs: 2, minibatch_size: 16}
+    evaluation: {num_episodes: 2, max_frames: 10}
+"""
+
+# a module that knows nothing of specs, on an env that is named by its import path
+BORING_RUN = [
+    "--seed_everything=1",
+    "--trainer.accelerator=cpu",
+    "--trainer.max_epochs=-1",
+    "--trainer.logger=false",
+    "--trainer.enable_checkpointing=false",
+    "--trainer.enable_model_summary=false",
+    "--model=lit_collect.testing.BoringRLModule",
+    "--data=lit_collect.CollectorDataModule",
+    "--data.env=lit_collect.testing.CountingEnv",
+    "--data.num_envs=2",
+    "--data.frames_per_batch=8",
+    "--data.total_frames=24",
+    "--data.evaluation=null",
+]
+
+
+class OwnSync(WeightSync):
+    """A user's own."""
+
+
+@pytest.fixture(autouse=True)
+def own_command_line(monkeypatch):
+    """Lightning warns if there are arguments of the process besides those given; here they are pytest's."""
+    monkeypatch.setattr(sys, "argv", ["lit-collect"])
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "ppo.yaml"
+    path.write_text(PPO_RUN)
+    return path
+
+
+@pytest.fixture
+def lit_collect(config, capsys) -> Callable[..., CollectorCLI]:
+    """Run a subcommand with the config, and give the finished command; what it printed is thrown away."""
+
+    def run(subcommand: str, *arguments: str) -> CollectorCLI:
+        cli = CollectorCLI(args=[subcommand, f"--config={config}", *arguments])
+        capsys.readouterr()
+        return cli
+
+    return run
+
+
+def count(trainer: L.Trainer, kind: type) -> int:
+    return sum(isinstance(callback, kind) for callback in trainer.callbacks)
+
+
+# --- fit --------------------------------------------------------------------------------------------------------------
+
+
+def test_fit_trains_with_the_specs_of_the_data(lit_collect):
+    cli = lit_collect("fit")
+    assert isinstance(cli.model, PPO)
+    assert cli.datamodule.frames_total == 64
+    assert cli.trainer.global_step == 2 * 2 * 2
+    assert cli.model.hparams["action_spec"] == {"kind": "discrete", "n": 2, "start": 0}
+    assert cli.model.hparams["observation_spec"]["shape"] == [4]
+    assert cli.trainer.callback_metrics["eval/episodes"] == 2
+
+
+def test_last_lines_of_fit_say_where_the_results_are_and_what_was_reached(config, capsys):
+    main(["fit", f"--config={config}", "--trainer.callbacks=LearningCurve"])
+    lines = capsys.readouterr().out.rstrip().splitlines()
+    lines = lines[next(number for number, line in enumerate(lines) if line.startswith("results in")) :]
+    folder = Path("runs/cli/version_0")
+    assert lines[0] == f"results in      {folder}"
+    assert lines[1] == f"config          {folder / 'config.yaml'}"
+    for line, name in zip(lines[1:4], ("config", "learning curve", "checkpoint"), strict=True):
+        assert line.startswith(name)
+        assert Path(line.removeprefix(name).strip()).is_file()
+    assert lines[4] == "frames          64"
+    assert re.fullmatch(r"training return \d+\.\d", lines[5])
+    assert re.fullmatch(r"evaluation      10\.0 over 2 episodes", lines[6])
+    assert len(lines) == 7
+    assert (folder / "metrics.csv").is_file()
+
+
+def test_progress_bar_counts_frames(config, capsys):
+    main(["fit", f"--config={config}", "--progress.style=plain"])
+    assert re.search(r"64 ?/ ?64", capsys.readouterr().out)
+
+
+def test_fit_of_a_module_without_specs(capsys):
+    cli = CollectorCLI(args=["fit", *BORING_RUN])
+    assert isinstance(cli.model, BoringRLModule)
+    assert [batch.shape for batch in cli.model.batches] == [(2, 4)] * 3
+    assert "frames          24" in capsys.readouterr().out
+    assert Path("config.yaml").is_file()  # in the trainer's own folder, as there is no logger
+
+
+def test_command_that_is_not_to_run_builds_no_env():
+    cli = CollectorCLI(args=BORING_RUN, run=False)
+    assert cli.datamodule.state_dict() == {"collector": None}
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert len(cli.model.batches) == 3
+
+
+def test_same_seed_on_the_command_line_gives_the_same_weights(lit_collect):
+    weights = [
+        torch.cat([p.flatten() for p in lit_collect("fit", f"--seed_everything={seed}").model.parameters()])
+        for seed in (3, 3, 4)
+    ]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+# --- the callbacks that are always on ---------------------------------------------------------------------------------
+
+
+def test_callbacks_are_on_once_each(lit_collect):
+    trainer = lit_collect("fit").trainer
+    assert count(trainer, WeightSync) == count(trainer, CollectionMonitor) == count(trainer, FrameProgress) == 1
+    assert count(trainer, ProgressBar) == 1
+    assert count(trainer, LearningCurve) == 0
+
+
+def test_callbacks_are_configured_under_their_own_keys(lit_collect):
+    trainer = lit_collect("fit", "--monitor.names=sb3", "--monitor.window=5", "--weight_sync.every_n_steps=3").trainer
+    assert "time/total_timesteps" in trainer.callback_metrics
+    assert next(c for c in trainer.callbacks if isinstance(c, WeightSync)).every_n_steps == 3
+    saved = yaml.safe_load(Path("runs/cli/version_0/config.yaml").read_text())
+    assert saved["monitor"] == {"names": "sb3", "window": 5, "prog_bar": True}
+    assert saved["weight_sync"]["every_n_steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("lit_collect.CollectionMonitor", CollectionMonitor),
+        ("lit_collect.WeightSync", WeightSync),
+        ("lit_collect.FrameProgress", FrameProgress),
+    ],
+)
+def test_callback_of_the_config_takes_the_place_of_the_one_that_is_always_on(path, kind, lit_collect):
+    assert count(lit_collect("fit", f"--trainer.callbacks={path}").trainer, kind) == 1
+
+
+def test_subclass_in_the_config_takes_the_place_of_the_one_that_is_always_on(lit_collect):
+    trainer = lit_collect("fit", f"--trainer.callbacks={OwnSync.__module__}.OwnSync").trainer
+    assert [type(c) for c in trainer.callbacks if isinstance(c, WeightSync)] == [OwnSync]
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_progress_bar_can_be_turned_off(switch, lit_collect):
+    trainer = lit_collect("fit", f"--trainer.enable_progress_bar={str(switch).lower()}").trainer
+    assert count(trainer, ProgressBar) == int(switch)
+
+
+@pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
+def test_other_progress_bar_takes_the_place_of_ours(bar, lit_collect):
+    trainer = lit_collect("fit", f"--trainer.callbacks=lightning.pytorch.callbacks.{bar}").trainer
+    assert count(trainer, ProgressBar) == 1
+    assert count(trainer, FrameProgress) == 0
+
+
+def test_checkpoint_of_the_config_watches_the_evaluation(lit_collect):
+    trainer = lit_collect(
+        "fit",
+        "--trainer.callbacks=ModelCheckpoint",
+        "--trainer.callbacks.monitor=eval/return_mean",
+        "--trainer.callbacks.mode=max",
+        "--trainer.callbacks.filename=best",
+    ).trainer
+    checkpoint = next(c for c in trainer.callbacks if isinstance(c, ModelCheckpoint))
+    assert Path(checkpoint.best_model_path).name == "best.ckpt"
+    assert checkpoint.best_model_score == trainer.callback_metrics["eval/return_mean"]
+
+
+# --- the other subcommands --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test"])
+def test_validate_and_test_evaluate(subcommand, lit_collect):
+    cli = lit_collect(subcommand)
+    assert cli.trainer.callback_metrics["eval/episodes"] == 2
+    assert cli.datamodule.frames_total == 0
+
+
+def test_predict_plays_episodes(lit_collect):
+    cli = lit_collect("predict", "--return_predictions=true")
+    (played,) = cli.trainer.predict_loop.predictions
+    assert played["length"].tolist() == [10, 10]  # no pole falls sooner
+    assert played["return"].tolist() == [10.0, 10.0]
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # each run logs to a folder of its own
+def test_checkpoint_of_a_fit_is_evaluated_and_resumed(lit_collect, config):
+    fitted = lit_collect("fit")
+    checkpoint = next(c for c in fitted.trainer.callbacks if isinstance(c, ModelCheckpoint)).best_model_path
+    tested = lit_collect("test", f"--ckpt_path={checkpoint}")
+    assert all(torch.equal(a, b) for a, b in zip(fitted.model.parameters(), tested.model.parameters(), strict=True))
+    resumed = lit_collect("fit", f"--ckpt_path={checkpoint}", "--data.total_frames=128")
+    assert resumed.datamodule.frames_total == 128
+    assert resumed.trainer.global_step == 2 * fitted.trainer.global_step
+
+
+# --- configs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        "CartPole-v1",
+        "lit_collect.testing.CountingEnv",
+        {"class_path": "lit_collect.GymEnvFactory", "init_args": {"env_id": "CartPole-v1"}},
+        ["CartPole-v1", "CartPole-v1"],
+    ],
+    ids=["id", "path", "factory", "list"],
+)
+def test_printed_config_gives_the_same_config_again(env, config, capsys):
+    given = yaml.safe_load(PPO_RUN)
+    given["data"]["init_args"]["env"] = env
+    config.write_text(yaml.safe_dump(given))
+    printed = print_config(config, capsys)
+    assert printed["data"]["init_args"]["num_envs"] == 2
+    config.write_text(yaml.safe_dump(printed))
+    again = print_config(config, capsys)
+    assert again == printed
+    main(["fit", f"--config={config}"])
+    assert "frames          64" in capsys.readouterr().out
+    saved = yaml.safe_load(Path("runs/cli/version_0/config.yaml").read_text())
+    assert saved["data"] == printed["data"]
+    main(["fit", "--config=runs/cli/version_0/config.yaml"])
+    assert "frames          64" in capsys.readouterr().out
+
+
+def print_config(path: Path, capsys) -> dict:
+    with pytest.raises(SystemExit) as finished:
+        CollectorCLI(args=["fit", f"--config={path}", "--print_config"])
+    assert finished.value.code in (0, None)
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_printed_config_leaves_out_what_comes_from_the_data(config, capsys):
+    printed = print_config(config, capsys)
+    assert "observation_spec" not in printed["model"]["init_args"]
+    assert "action_spec" not in printed["model"]["init_args"]
+
+
+def test_several_configs_are_laid_over_each_other(config, capsys, tmp_path):
+    (tmp_path / "small.yaml").write_text("data: {init_args: {total_frames: 32}}")
+    main(["fit", f"--config={config}", f"--config={tmp_path / 'small.yaml'}"])
+    assert "frames          32" in capsys.readouterr().out
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--data.frames_per_batch=33", "multiple of num_envs=2, got 33; use 32 or 34"),
+        ("--data.env=CartPool-v1", "env 'CartPool-v1' is unknown"),
+        ("--data.backend=ray", "'ray' is not in this version"),
+    ],
+)
+def test_wrong_setting_is_told_in_its_own_words(argument, words, config):
+    with pytest.raises(Exception, match=words):
+        main(["fit", f"--config={config}", argument])
+
+
+@pytest.mark.parametrize("argument", ["--data.frame_per_batch=32", "--monitor.windows=3", "--data.updates.epoches=1"])
+def test_misspelt_option_is_refused(argument, config, capsys):
+    with pytest.raises(SystemExit) as finished:
+        main(["fit", f"--config={config}", argument])
+    assert finished.value.code == 2
+    assert argument.split("=")[0].rpartition(".")[2] in capsys.readouterr().err
