@@ -1,6 +1,7 @@
 """Evaluation: whole episodes on env copies of their own, the same number on each."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,18 +80,27 @@ class Evaluator:
             runner, self._runner = self._runner, None
             runner.close()
 
+    def _check_copies(self, copies: int) -> None:
+        """A callable may have made a vector env, whose copies nobody knew when the rounds were counted."""
+        if copies != (self._source.num_envs or self._config.copies):
+            self.close()
+            raise ValueError(
+                f"evaluation.num_envs must be the {copies} copies of the vector env that {self._source.description} "
+                f"makes, got {self._config.num_envs}; use EvaluationConfig(num_envs={copies}, num_episodes={copies})"
+            )
+
     def _started(self) -> RolloutRunner:
         if self._runner is None:
-            copies = None if self._source.num_envs is not None else self._config.copies
             self._runner = build_runner(
                 WorkerSpec(
                     source=self._source,
                     policy=self._policy(),
                     rollout=self._rollout,
-                    num_envs=copies,
-                    place=self._place,
+                    num_envs=None,
+                    place=replace(self._place, default_envs=self._config.copies),
                 )
             )
+            self._check_copies(self._runner.env.num_envs)
         return self._runner
 
 

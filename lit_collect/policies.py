@@ -97,6 +97,13 @@ class Actor(ABC):
             yield
         self._acted = True
 
+    def reseed(self, seed: int) -> None:  # noqa: B027  # most have none
+        """Begin anew with random numbers of its own, if it has any.
+
+        Args:
+            seed: 32 bits.
+        """
+
     def moved(self, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The observation on the module's device and in its precision (integers stay what they are)."""
         assert self.home is not None
@@ -110,6 +117,10 @@ class RandomActor(Actor):
     def __init__(self, action_spec: TreeSpec, seed: int) -> None:
         self.keys = tuple(leaf.key for leaf in action_spec.leaves)
         self._leaves = action_spec.leaves
+        self._rng = np.random.default_rng(seed)
+
+    def reseed(self, seed: int) -> None:
+        """Begin anew with the actions of a seed."""
         self._rng = np.random.default_rng(seed)
 
     def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:

@@ -139,6 +139,8 @@ class RolloutRunner:
         """Begin new episodes under new seeds before the next batch."""
         self._abandon()
         self._seeds, self._stream = seeds, stream
+        for actor in (self.actor, self._warm_up):
+            actor.reseed(stream.seed)
 
     def resume(self, trajectories: Sequence[int], warm_up_steps: int) -> None:
         """Go on counting where an earlier run was left."""

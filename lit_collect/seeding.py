@@ -104,6 +104,7 @@ class RandomStream:
     """
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         self._torch = torch.Generator().manual_seed(seed).get_state()
         self._numpy = np.random.MT19937(seed)
         self._python = random.Random(seed).getstate()

@@ -222,3 +222,13 @@ def test_first_episodes_of_known_rows():
     assert cut["collector", "mask"].tolist() == [[True, True, False], [True, True, True]]
     assert cut["value"].tolist() == [[0, 1, 0], [4, 5, 6]]
     assert value.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]  # the batch itself is left alone
+
+
+def test_evaluation_when_a_callable_makes_a_vector_env_asks_for_its_copies():
+    def make() -> SyncVectorEnv:
+        return SyncVectorEnv([partial(CountingEnv, index, lengths=(2,)) for index in range(4)])
+
+    with pytest.raises(ValueError, match=r"evaluation.num_envs must be the 4 copies .* EvaluationConfig\(num_envs=4"):
+        next(make_evaluator(make, num_episodes=10).rounds())
+    rounds = list(make_evaluator(make, num_envs=4, num_episodes=8).rounds())
+    assert [tuple(batch.shape) for batch in rounds] == [(4, 2)] * 2
