@@ -6,7 +6,7 @@ The wrappers of `tensordict.nn` cost 200 to 400 us a step where the net needs 20
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -19,7 +19,6 @@ from tensordict.nn import (
 from torch import Tensor, distributions, nn
 
 from lit_collect.frames import Key
-from lit_collect.mlp import NumpyMLP
 from lit_collect.sampling import CATEGORICAL, NORMAL, Family
 
 _FAMILIES: dict[Any, Family] = {distributions.Categorical: CATEGORICAL, distributions.Normal: NORMAL}
@@ -48,10 +47,6 @@ class LoweredActor:
     """Where the drawn action goes."""
     log_prob: Key | None
     """Where its log-probability goes."""
-
-    def bound(self) -> "LoweredActor":
-        """The same with small nets as NumPy functions, for as long as nobody moves or replaces their parameters."""
-        return replace(self, stages=tuple(replace(s, module=NumpyMLP.bind(s.module) or s.module) for s in self.stages))
 
     def run(self, values: dict[Key, Tensor]) -> dict[Key, Tensor]:
         """Call all stages; `values` (the observation by key) is extended in place by what they give."""

