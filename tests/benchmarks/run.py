@@ -1,6 +1,7 @@
 """Compare collecting and training with their peers on this machine: `python tests/benchmarks/run.py`.
 
-All contestants run in one process on one thread, in turns, so that whatever else the machine does meets them alike.
+All contestants run on one thread, in turns, so that whatever else the machine does meets them alike: collecting in one
+process, training runs each in a process of its own, which has imported nothing of the others.
 Only the ratios mean something, and each is the median over repetitions of a ratio taken within one repetition.
 """
 
@@ -11,6 +12,8 @@ import importlib
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +24,7 @@ import torch
 
 NUM_ENVS = (1, 8, 32)
 LEARN_FRAMES = 100_000
+SECONDS = "seconds of training: "
 MIN_SECONDS = 0.25  # of one measurement: short enough to interleave, long enough for the clock
 PACKAGES = ("lit_collect", "torch", "tensordict", "gymnasium", "lightning", "torchrl", "stable-baselines3")
 
@@ -74,15 +78,25 @@ def measure_collect(num_envs: int, repetitions: int) -> Samples:
 
 def measure_learn(repetitions: int, folder: Path) -> Samples:
     """Frames per second of a whole training run, by turns."""
-    contestants = {name: learn for name, target in LEARN.items() if (learn := load(target))}
+    contestants = {name: target for name, target in LEARN.items() if load(target)}
     samples: Samples = {name: [] for name in contestants}
     for repetition in range(repetitions):
-        for name, learn in contestants.items():
-            train = learn(LEARN_FRAMES, folder / f"{name.replace(' ', '_')}_{repetition}")
-            start = time.perf_counter()
-            train()
-            samples[name].append(LEARN_FRAMES / (time.perf_counter() - start))
+        for name, target in contestants.items():
+            own = folder / f"{name.replace(' ', '_')}_{repetition}"
+            command = [sys.executable, __file__, "--train", target, "--folder", str(own)]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            samples[name].append(LEARN_FRAMES / float(output.rsplit(SECONDS, 1)[1]))
     return samples
+
+
+def train(target: str, folder: Path) -> None:
+    """Train once in this process, and print the seconds that it took, without set-up."""
+    learn = load(target)
+    assert learn is not None
+    run = learn(LEARN_FRAMES, folder)
+    start = time.perf_counter()
+    run()
+    print(f"{SECONDS}{time.perf_counter() - start}")
 
 
 def cells(samples: Samples) -> dict[str, str]:
@@ -133,8 +147,13 @@ def main() -> None:
     parser.add_argument(
         "--repetitions", type=int, default=5, help="of each measurement, at least 5 for a figure to quote"
     )
+    parser.add_argument("--train", help=argparse.SUPPRESS)  # what the runner calls itself with
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.train:
+        train(options.train, options.folder)
+        return
     print(conditions())
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
