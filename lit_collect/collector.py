@@ -147,6 +147,11 @@ class Collector:
         self.shutdown()
 
     @property
+    def frames_budget(self) -> int:
+        """Frames of this collector in all, -1 without a limit."""
+        return self.total_frames
+
+    @property
     def frames_left(self) -> int | None:
         """Frames until the budget is spent, None without one."""
         return None if self.total_frames == -1 else self.total_frames - self._yielded

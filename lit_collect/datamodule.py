@@ -120,9 +120,7 @@ class CollectorDataModule(L.LightningDataModule):
         self._state: dict[str, Any] | None = None  # of the collector that was or is to come
         self._beginning: dict[str, Any] = {}  # the state of a collector that has done nothing yet
         self._evaluators: dict[Stage, Evaluator] = {}
-        self._stream = CollectorDataset(
-            self, batches_per_epoch=batches_per_epoch, updates=updates, total_frames=total_frames
-        )
+        self._stream = CollectorDataset(self, batches_per_epoch=batches_per_epoch, updates=updates)
         if self._evaluation is None:
             for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
                 if getattr(type(self), name) is getattr(CollectorDataModule, name):  # a subclass may bring its own
@@ -159,9 +157,14 @@ class CollectorDataModule(L.LightningDataModule):
         return self._yielded * self._world_size
 
     @property
+    def frames_budget(self) -> int:
+        """Frames of this rank in all, -1 without a limit."""
+        return -1 if self.total_frames == -1 else self.total_frames // self._world_size
+
+    @property
     def frames_left(self) -> int | None:
         """Frames of this rank until the budget is spent, None without one."""
-        return None if self.total_frames == -1 else self.total_frames // self._world_size - self._yielded
+        return None if self.total_frames == -1 else self.frames_budget - self._yielded
 
     @property
     def progress(self) -> float:
@@ -301,13 +304,15 @@ class CollectorDataModule(L.LightningDataModule):
                 self._probe.handed_over(),
                 self._acting_policy(),
                 frames_per_batch=self.frames_per_batch,
-                total_frames=-1 if self.total_frames == -1 else self.total_frames // self._world_size,
+                total_frames=self.frames_budget,
                 num_envs=self._num_envs,
                 rollout=self._rollout,
                 devices=self._devices,
                 backend=self._backend,
                 seed=self._place("train"),
             )
+            copies = self._collector.num_envs
+            check_frames(self.frames_per_batch, self.total_frames, copies, copies * self._world_size)
             self._beginning = self._collector.state_dict()
             if self._state is not None:
                 self._go_on_from(self._collector, self._state)

@@ -19,6 +19,10 @@ class BatchSource(Protocol):
     frames_per_batch: int
 
     @property
+    def frames_budget(self) -> int:
+        """Frames of this rank in all, -1 without a limit."""
+
+    @property
     def frames_left(self) -> int | None:
         """Frames until the budget is spent, None without one."""
 
@@ -36,7 +40,6 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         source: a `Collector`, or what else hands out whole batches.
         batches_per_epoch: collected batches in one epoch; None: the whole budget (1000 if there is none).
         updates: passes and minibatches made of each collected batch.
-        total_frames: the whole budget of the source, -1 for none; None takes the collector's.
 
     Raises:
         ValueError: if `batches_per_epoch` is below 1.
@@ -55,14 +58,12 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         *,
         batches_per_epoch: int | None = None,
         updates: UpdateConfig = UpdateConfig(),
-        total_frames: int | None = None,
     ) -> None:
         if batches_per_epoch is not None and batches_per_epoch < 1:
             raise ValueError(f"batches_per_epoch must be at least 1 or None, got {batches_per_epoch}")
         self._source = source
         self._batches_per_epoch = batches_per_epoch
         self._updates = updates
-        self._total_frames = getattr(source, "total_frames", -1) if total_frames is None else total_frames
         self.batch_dims = 1  # of what is handed out
         self._delivered = 0  # minibatches of the running epoch, the one in the user's hands included
         self._resumed_at = 0  # minibatches of the coming epoch that an earlier run delivered
@@ -73,9 +74,9 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         frames = self._source.frames_per_batch
         if self._batches_per_epoch is not None:
             return self._batches_per_epoch * self._pieces(frames)
-        if self._total_frames == -1:
+        if self._source.frames_budget == -1:
             return 1000 * self._pieces(frames)
-        whole, rest = divmod(self._total_frames, frames)
+        whole, rest = divmod(self._source.frames_budget, frames)
         return whole * self._pieces(frames) + (self._pieces(rest) if rest else 0)
 
     def __iter__(self) -> Iterator[TensorDictBase]:

@@ -20,13 +20,13 @@ class Source:
 
     def __init__(self, batches: int = 3, last: int = FRAMES, masked: int = 0) -> None:
         self.frames_per_batch = FRAMES
-        self.total_frames = (batches - 1) * FRAMES + last
+        self.frames_budget = (batches - 1) * FRAMES + last
         self.collected = 0
         self._masked = masked
 
     @property
     def frames_left(self) -> int:
-        return self.total_frames - self.collected
+        return self.frames_budget - self.collected
 
     def collect(self) -> TensorDict:
         frames = min(FRAMES, self.frames_left)
