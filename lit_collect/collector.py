@@ -1,7 +1,7 @@
 """`Collector`: the budget, the stream of batches, weights and state, whatever the backend."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any
 
@@ -35,6 +35,20 @@ class Hooks:
     """Turns each batch into what is yielded instead."""
     post_collect: Callable[[TensorDictBase], None] | None = None
     """After each batch, with what is yielded."""
+
+    @classmethod
+    def of(cls, hooks: "Hooks | Mapping[str, Callable[..., Any]] | None") -> "Hooks":
+        """The hooks of a mapping from their names.
+
+        Raises:
+            ValueError: naming those that do not exist.
+        """
+        if isinstance(hooks, Hooks):
+            return hooks
+        unknown = sorted(set(hooks or {}) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"hooks must be among pre_collect, postproc and post_collect, got {unknown}")
+        return cls(**(hooks or {}))
 
 
 class Collector:
@@ -91,7 +105,7 @@ class Collector:
         copies = num_envs if num_envs is not None else source.num_envs or 1
         check_frames(frames_per_batch, total_frames, copies, copies)
         self._place = seed if isinstance(seed, Placement) else Placement(entropy=resolve_entropy(seed))
-        self._hooks = hooks if isinstance(hooks, Hooks) else Hooks(**(hooks or {}))
+        self._hooks = Hooks.of(hooks)
         self._runner = resolve_backend(backend).start(
             WorkerSpec(source=source, policy=policy, rollout=rollout, num_envs=num_envs, place=self._place)
         )

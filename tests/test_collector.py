@@ -150,6 +150,11 @@ def test_envs_are_closed_when_the_constructor_fails_after_they_were_made():
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_hook_that_does_not_exist_is_named():
+    with pytest.raises(ValueError, match=r"among pre_collect, postproc and post_collect, got \['after'\]"):
+        Collector(MAKERS, frames_per_batch=4, hooks={"after": print})
+
+
 @pytest.mark.parametrize("as_mapping", [True, False])
 def test_hooks_see_exactly_what_is_yielded(as_mapping):
     calls: list[object] = []
