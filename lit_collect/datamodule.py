@@ -48,7 +48,8 @@ class CollectorDataModule(L.LightningDataModule):
 
     The policy is the LightningModule's ``policy`` attribute (or what its ``collector_policy()`` returns), unless one
     is given. If the module defines ``prepare_rollout(batch) -> batch``, it sees each whole batch once, on the
-    trainer's device, in its precision and without gradients.
+    trainer's device, in its precision and without gradients. If it defines ``configure_spaces(observation_spec,
+    action_spec)``, it is told both specs when the data module sets up, to build its networks from.
 
     Args:
         env: a Gymnasium id, a dotted import path, a callable, an `EnvFactory`, a sequence of these (one for each
@@ -118,6 +119,7 @@ class CollectorDataModule(L.LightningDataModule):
         self._probe = SpaceProbe(self._source)
         self._collector: Collector | None = None
         self._state: dict[str, Any] | None = None  # of the collector that was or is to come
+        self._statistics: dict[str, Any] = {}  # of the collector that was
         self._beginning: dict[str, Any] = {}  # the state of a collector that has done nothing yet
         self._evaluators: dict[Stage, Evaluator] = {}
         self._stream = CollectorDataset(self, batches_per_epoch=batches_per_epoch, updates=updates)
@@ -177,8 +179,8 @@ class CollectorDataModule(L.LightningDataModule):
         return self._counter("policy_version")
 
     def statistics(self) -> dict[str, Any]:
-        """The collector's counters (see `Collector.statistics`); empty before the first batch."""
-        return {} if self._collector is None else self._collector.statistics()
+        """The collector's counters (see `Collector.statistics`), also after a fit; empty before the first batch."""
+        return dict(self._statistics) if self._collector is None else self._collector.statistics()
 
     def __str__(self) -> str:
         """The settings; Lightning's own text would iterate over the loaders, and so collect."""
@@ -209,6 +211,13 @@ class CollectorDataModule(L.LightningDataModule):
         self._trainer = trainer
         if trainer is not None:
             self._add_callbacks(trainer)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Tell a module that wants to know about the spaces, before any callback sets up."""
+        configure = getattr(None if self.trainer is None else self.trainer.lightning_module, "configure_spaces", None)
+        if configure is not None:
+            configure(self.observation_spec, self.action_spec)
 
     @override
     def train_dataloader(self) -> CollectorLoader:
@@ -296,7 +305,7 @@ class CollectorDataModule(L.LightningDataModule):
             closing.callback(self._probe.close)
             if collector is not None:
                 closing.callback(collector.shutdown)
-                self._state = collector.state_dict()
+                self._state, self._statistics = collector.state_dict(), collector.statistics()
 
     def _started(self) -> Collector:
         if self._collector is None:

@@ -70,12 +70,13 @@ def test_copies_are_those_of_the_env_or_eight(env, num_envs, description, copies
 
 def test_loop_without_a_trainer_gets_the_stream():
     data = make_data(policy=ConstantPolicy(num_actions=2), updates=UpdateConfig(minibatch_size=4))
+    assert data.statistics() == {}
     sizes = [batch.numel() for batch in data.train_dataloader()]
     assert sizes == [4] * 6
     assert data.frames_total == 24
     assert data.statistics()["batches"] == 3
     data.teardown("fit")
-    assert data.statistics() == {}
+    assert data.statistics()["batches"] == 3  # what the closed collector said last
     assert data.frames_total == 24
 
 
@@ -329,3 +330,29 @@ def test_checkpoint_monitor_finds_a_key_before_any_episode_ended(tmp_path):
     data = make_data(partial(CountingEnv, lengths=(100,)))
     run(BoringRLModule(), data, CollectionMonitor(), checkpoint, enable_checkpointing=True)
     assert checkpoint.best_model_score > 0
+
+
+class Sized(BoringRLModule):
+    """Builds itself from the spaces."""
+
+    def configure_spaces(self, observation_spec, action_spec) -> None:
+        self.told = (observation_spec["shape"], action_spec["n"])
+
+
+class Copying(Callback):
+    """Needs a finished module when it sets up, as weight averaging does."""
+
+    def setup(self, trainer, pl_module, stage) -> None:
+        self.found = pl_module.told
+
+
+def test_module_is_told_the_spaces_before_callbacks_set_up():
+    envs, copying = [], Copying()
+
+    def make() -> CountingEnv:
+        envs.append(CountingEnv())
+        return envs[-1]
+
+    run(Sized(), make_data(make), copying)
+    assert copying.found == ([3], 2)
+    assert len(envs) == 2  # the one that was asked for its spaces is a copy that collects

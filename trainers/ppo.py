@@ -137,6 +137,27 @@ class PPO(L.LightningModule):
                     f"pass PPO({name}=...) or fit with a data module that has {name}"
                 )
             specs[name] = spec
+        self.configure_spaces(**specs)
+
+    def configure_spaces(self, observation_spec: dict[str, Any], action_spec: dict[str, Any]) -> None:
+        """Build the networks for these spaces, unless they exist.
+
+        The data module calls this before any callback sets up: one that copies the module, as weight averaging does,
+        needs to find them.
+
+        Args:
+            observation_spec: Plain description of the observation space; one that was given to PPO goes first.
+            action_spec: The same for the action space.
+
+        Raises:
+            ValueError: If a space is not supported.
+        """
+        if hasattr(self, "policy"):
+            return
+        specs = {
+            "observation_spec": self.hparams["observation_spec"] or observation_spec,
+            "action_spec": self.hparams["action_spec"] or action_spec,
+        }
         self.hparams.update(specs)  # a checkpoint then rebuilds the same networks
         self._build_networks(**specs)
 

@@ -125,11 +125,6 @@ def test_callable_that_gives_the_same_env_twice():
         Collector(lambda: env, num_envs=2, frames_per_batch=8)
 
 
-def test_unknown_hook():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'after'"):
-        Collector("CartPole-v1", frames_per_batch=8, hooks={"after": print})
-
-
 # --- envs -------------------------------------------------------------------------------------------------------------
 
 
