@@ -1,5 +1,5 @@
 # A LightningModule of your own that knows nothing of lit_collect but `policy` and `training_step`.
-# Expected: the mean episode return, which grows from about 20; runs in a few seconds.
+# Expected: the mean return of the last 100 episodes, which grows from about 20 to over 100; runs in a few seconds.
 # Manual optimization, several optimizers or accumulation change nothing: data are always of the newest weights.
 import os
 from typing import Any
@@ -11,6 +11,15 @@ from torch import nn
 from lit_collect import CollectionMonitor, CollectorDataModule
 
 
+def returns_to_go(reward: torch.Tensor, done: torch.Tensor, gamma: float = 0.99) -> torch.Tensor:
+    """Discounted rewards from each row to the end of its episode, or of the batch: [N, T] -> [N, T]."""
+    total, columns = torch.zeros_like(reward[:, 0]), []
+    for t in reversed(range(reward.shape[1])):
+        total = reward[:, t] + gamma * total * ~done[:, t]
+        columns.append(total)
+    return torch.stack(columns[::-1], 1)
+
+
 class Reinforce(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -20,8 +29,8 @@ class Reinforce(L.LightningModule):
         return torch.distributions.Categorical(logits=self.net(observation))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        still_to_come = batch["next", "reward"].flip(1).cumsum(1).flip(1).squeeze(-1)
-        advantage = (still_to_come - still_to_come.mean(0)) / (still_to_come.std() + 1e-6)
+        returns = returns_to_go(batch["next", "reward"].squeeze(-1), batch["next", "done"].squeeze(-1))
+        advantage = (returns - returns.mean()) / (returns.std() + 1e-6)
         return -(self.policy(batch["observation"]).log_prob(batch["action"]) * advantage).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -39,6 +48,7 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(Reinforce(), datamodule=data)
     print(f"mean return of the last episodes: {float(trainer.callback_metrics['episode/return_mean']):.1f}")
