@@ -83,13 +83,13 @@ def small_nets_in_numpy(module: nn.Module | None) -> Iterator[None]:
         module: what acts; None does nothing.
     """
     nets = [] if module is None else _nets(module)
-    for net, function in nets:
-        net.__dict__["forward"] = function
     try:
+        for net, function in nets:
+            net.__dict__["forward"] = function
         yield
     finally:
         for net, _ in nets:
-            del net.__dict__["forward"]
+            net.__dict__.pop("forward", None)
 
 
 def _nets(module: nn.Module) -> list[tuple[nn.Module, NumpyMLP]]:

@@ -330,9 +330,9 @@ def _plain_call(policy: Callable[..., Any]) -> Callable[..., Any]:
 def _evaluating(module: nn.Module | None) -> Iterator[None]:
     """Eval mode for a module with dropout, batch norm and the like, then every part's own mode again."""
     training = _training_parts(module)
-    for part in training:
-        part.training = False
     try:
+        for part in training:
+            part.training = False
         yield
     finally:
         for part in training:

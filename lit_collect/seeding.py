@@ -113,10 +113,10 @@ class RandomStream:
     def active(self) -> Iterator[None]:
         """Swap the stream in, and on the way out (also after an exception) the caller's generators back."""
         outside = torch.get_rng_state(), get_bit_generator(), random.getstate()
-        torch.set_rng_state(self._torch)
-        set_bit_generator(self._numpy)  # exchanges the generator itself; copying its state takes 50 us
-        random.setstate(self._python)
         try:
+            torch.set_rng_state(self._torch)
+            set_bit_generator(self._numpy)  # exchanges the generator itself; copying its state takes 50 us
+            random.setstate(self._python)
             yield
         finally:
             self._torch, self._python = torch.get_rng_state(), random.getstate()
