@@ -168,7 +168,8 @@ class Collector:
     @property
     def frames_left(self) -> int | None:
         """Frames until the budget is spent, None without one."""
-        return None if self.total_frames == -1 else self.total_frames - self._yielded
+        # a state that was loaded may be of a larger budget
+        return None if self.total_frames == -1 else max(self.total_frames - self._yielded, 0)
 
     @property
     def policy_version(self) -> int:
@@ -320,7 +321,8 @@ class Collector:
         self._check_open()
         if len(state["trajectories"]) != self.num_envs:
             raise ValueError(
-                f"the state is of {len(state['trajectories'])} env copies, this collector has {self.num_envs}"
+                f"the state is of {len(state['trajectories'])} env copies, this collector has {self.num_envs}; "
+                f"use num_envs={len(state['trajectories'])}"
             )
         stepped = max(state["frames_stepped"], self._before_resume + self._runner.frames_stepped)
         self._before_resume = stepped - self._runner.frames_stepped

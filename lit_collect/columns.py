@@ -99,8 +99,10 @@ class Columns:
                 f"got shape {tuple(value.shape)}"
             )
         dtype = value.dtype
-        if leaf is not None and leaf.dtype.kind != "f":  # indices are stored as the space has them
+        if leaf is not None and dtype is torch.bool:
             dtype = torch.from_numpy(np.empty(0, leaf.stored)).dtype
+        elif leaf is not None and leaf.dtype.kind != "f":
+            pass  # as the policy gave it: a narrower dtype could turn a wrong index into a right one
         elif leaf is not None and dtype not in (torch.float32, torch.float64):  # NumPy has no bfloat16
             dtype = torch.float32
         with torch.inference_mode(False):

@@ -24,7 +24,8 @@ class RolloutConfig:
     max_frames_per_traj: int | None = None
     """Cut an episode after that many frames: truncated, not terminated (None: the env decides)."""
     init_random_frames: int = 0
-    """Act at random for the first frames of the run, rounded up to whole steps of all env copies."""
+    """Act at random for the first frames of the run, rounded up to whole steps of all env copies (steps that an env
+    spends on resetting count here, though they are no frames)."""
     reset_at_each_iter: bool = False
     """Start every batch with fresh episodes."""
     exploration: Exploration = "random"

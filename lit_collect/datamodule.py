@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS
+from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from typing_extensions import override
 
@@ -166,7 +167,8 @@ class CollectorDataModule(L.LightningDataModule):
     @property
     def frames_left(self) -> int | None:
         """Frames of this rank until the budget is spent, None without one."""
-        return None if self.total_frames == -1 else self.frames_budget - self._yielded
+        # a checkpoint may be of a larger budget
+        return None if self.total_frames == -1 else max(self.frames_budget - self._yielded, 0)
 
     @property
     def progress(self) -> float:
@@ -244,8 +246,11 @@ class CollectorDataModule(L.LightningDataModule):
         """Give TensorDicts back the batch size that some precision plugins take from them, then ask the module."""
         if self.trainer is None:
             return batch
+        dims = self._stream.batch_dims if self.trainer.training else 2
         if isinstance(batch, TensorDictBase):
-            batch = _restore_batch_size(batch, self._stream.batch_dims if self.trainer.training else 2)
+            batch = _restore_batch_size(batch, dims)
+        else:  # of a CombinedLoader
+            batch = apply_to_collection(batch, TensorDictBase, _restore_batch_size, dims)
         return self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
 
     @override
@@ -365,9 +370,10 @@ class CollectorDataModule(L.LightningDataModule):
         make_policy = getattr(module, "collector_policy", None)
         policy = getattr(module, "policy", None) if make_policy is None else make_policy()
         if policy is None:
+            owner = "the LightningModule, fitted with datamodule=..." if module is None else type(module).__name__
             raise TypeError(
                 f"there is no policy to act with : expected an attribute `policy` or a method `collector_policy` of "
-                f"{type(module).__name__}, or CollectorDataModule(policy=...)"
+                f"{owner}, or CollectorDataModule(policy=...)"
             )
         return policy
 

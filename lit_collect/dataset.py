@@ -34,7 +34,8 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
     """An endless or budgeted stream of collected batches, cut into epochs and minibatches.
 
     `iter` does nothing until the first batch is asked for, and goes on where the stream was left. A batch is
-    collected after the last minibatch of the one before it was taken, so that data are on-policy.
+    collected after the last minibatch of the one before it was taken, so that data are on-policy. An epoch that is cut
+    short within a batch (`limit_train_batches`), or resumed there, leaves the rest of that batch out.
 
     Args:
         source: a `Collector`, or what else hands out whole batches.
@@ -95,7 +96,12 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
     @property
     def exhausted(self) -> bool:
         """Whether the budget is spent and every minibatch was handed out."""
-        return self._pending == 0 and self._source.frames_left == 0
+        return self._pending == 0 and self.spent
+
+    @property
+    def spent(self) -> bool:
+        """Whether the budget is spent: there cannot be another epoch."""
+        return self._source.frames_left == 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where the running epoch stands."""

@@ -123,6 +123,7 @@ def decoder_for(answer: Any, exploration: Exploration, *, action: LeafSpec, obse
     if isinstance(answer, (Tensor, np.ndarray)):
         return _PlainAction()
     if isinstance(answer, distributions.Distribution):
+        check_names(LOG_PROB, observed)
         known = family_of(answer)
         return _KnownDistribution(known[0], exploration, action) if known else _AnyDistribution(exploration, action)
     if isinstance(answer, (Mapping, TensorDictBase)):
@@ -132,6 +133,7 @@ def decoder_for(answer: Any, exploration: Exploration, *, action: LeafSpec, obse
             return _NamedValues(answer)
         for family in FAMILIES:
             if names.issuperset(family.parameters):
+                check_names(LOG_PROB, observed)
                 return _Parameters(answer, family, exploration, action)
         raise FrameContractError(
             f"the policy returned a mapping without an action : expected 'action', or 'logits', or 'loc' and 'scale', "

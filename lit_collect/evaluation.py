@@ -1,5 +1,6 @@
 """Evaluation: whole episodes on env copies of their own, the same number on each."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from lit_collect.seeding import Placement, RandomStream, acting_seed, env_seeds
 from lit_collect.worker import WorkerSpec, build_runner
 
 _CHUNK = 32  # steps between two looks whether every copy has finished
+_PATIENCE = 3125 * _CHUNK  # steps after which an episode that does not end is suspicious
 
 
 class Evaluator:
@@ -150,7 +152,15 @@ def first_episodes(batch: TensorDictBase) -> TensorDictBase:
 def _play_until_all_ended(runner: RolloutRunner) -> TensorDict:
     chunks: list[TensorDict] = []
     ended = np.zeros(runner.env.num_envs, bool)
+    steps = 0
     while not ended.all():
+        steps += _CHUNK
+        if steps == _PATIENCE:
+            warnings.warn(
+                f"evaluation has played {steps:,} steps, and env copy {int(np.argmin(ended))} has not ended its first "
+                f"episode; give evaluation.max_frames a value if episodes do not end by themselves",
+                stacklevel=2,
+            )
         chunk = runner.collect(_CHUNK, version=0)
         ended |= chunk[NEXT_DONE].squeeze(-1).any(-1).numpy()
         chunks.append(chunk)

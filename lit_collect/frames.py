@@ -28,7 +28,10 @@ POLICY_VERSION: Key = ("collector", "policy_version")  # [N, T] int64, version o
 MASK: Key = ("collector", "mask")  # [N, T] bool, only where rows may be padding or no transition
 
 RESERVED = frozenset({"action", "done", "terminated", "truncated", "is_init", "next", "collector"})
-"""Names at the root of a batch that an env's own keys may not take."""
+"""Names at the root of a batch that neither an env's own keys nor the policy's outputs may take."""
+
+RESERVED_OBSERVED = RESERVED | {"reward"}
+"""Names that an env's own keys may not take, because they have a second place under ``"next"``."""
 
 _ROWS: dict[Key, torch.dtype] = {
     DONE: torch.bool,

@@ -182,7 +182,8 @@ class RolloutRunner:
         changes = [column._version for column in columns.observations]
         with self.actor.acting():
             if random_steps:
-                self._learn_outputs(columns)
+                if columns.known_targets(self.actor.keys) is None:
+                    self._learn_outputs(columns)
                 assembly.fill(columns)
             start = 0
             while start < steps:
@@ -199,36 +200,39 @@ class RolloutRunner:
     def _act(self, actor: Actor, columns: Columns, steps: int) -> list[tuple[int, Final]]:
         """Fill the first steps of the window; this is the hot loop."""
         clock, encode, step_into = self._clock, self._encode, self.env.step_into
-        inputs, slots, copies = columns.inputs, columns.slots, self.env.num_envs
+        inputs, slots = columns.inputs, columns.slots
         actions, targets = columns.actions, columns.known_targets(actor.keys)
         sizes = [target.numel() for target in targets[0]] if targets else []
         finals: list[tuple[int, Final]] = []
         policy_s = env_s = 0.0
+        stepped = 0
         then = clock()
-        for t in range(steps):
-            values = actor(inputs[t])
-            if targets is None:
-                targets, actions = columns.targets(actor.keys, values), columns.actions
-                sizes = [target.numel() for target in targets[0]]
-            store(values, targets[t], sizes, actor.keys)
-            now = clock()
-            policy_s += now - then
-            ended = step_into(encode(actions[t]), slots[t])
-            then = clock()
-            env_s += then - now
-            self.frames_stepped += copies
-            if ended:
-                finals += [(t, final) for final in ended]
-        self.times.policy_s += policy_s
-        self.times.env_s += env_s
+        try:
+            for t in range(steps):
+                values = actor(inputs[t])
+                if targets is None:
+                    targets, actions = columns.targets(actor.keys, values), columns.actions
+                    sizes = [target.numel() for target in targets[0]]
+                store(values, targets[t], sizes, actor.keys)
+                now = clock()
+                policy_s += now - then
+                ended = step_into(encode(actions[t]), slots[t])
+                then = clock()
+                env_s += then - now
+                stepped += 1
+                if ended:
+                    finals += [(t, final) for final in ended]
+        finally:  # frames that an error takes away were stepped all the same; rows spent on resetting are no frames
+            self.frames_stepped += int(np.count_nonzero(columns.valid[:stepped]))
+            self.times.policy_s += policy_s
+            self.times.env_s += env_s
         return finals
 
     def _learn_outputs(self, columns: Columns) -> None:
-        """Before random steps: see what the policy gives, without moving its random numbers, so all rows have it."""
-        state = torch.get_rng_state()
-        values = self.actor(columns.inputs[0])
+        """See before the first random step what the policy gives, so that all rows have it; moves no random numbers."""
+        with RandomStream(self._stream.seed).active():
+            values = self.actor(columns.inputs[0])
         columns.targets(self.actor.keys, values)
-        torch.set_rng_state(state)
 
     def _finish(self, assembly: Assembly, version: int, random_steps: int, frame_limit: int | None) -> TensorDict:
         """Complete the outputs, say which rows count, and make the batch."""
@@ -244,7 +248,6 @@ class RolloutRunner:
         mask = None
         if self.env.may_mask:
             valid = assembly.valid
-            self.frames_stepped -= int(valid.size - valid.sum())
             mask = valid.copy()
             if frame_limit is not None:
                 mask &= (np.cumsum(valid.ravel()) <= frame_limit).reshape(valid.shape)

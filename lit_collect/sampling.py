@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, distributions
 
 from lit_collect.config import Exploration
+from lit_collect.errors import FrameContractError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,16 @@ def log_prob_normal(action: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
     r"""Log-density of each value: float [...] -> float [...], not summed.
 
     .. math:: -((a - \mu)/\sigma)^2/2 - \ln \sigma - \ln(2\pi)/2
+
+    Raises:
+        FrameContractError: if loc and scale differ in their dimensions, because what is [D] for one step would be
+            spread over the wrong dimensions of a batch.
     """
+    if loc.ndim != scale.ndim:
+        raise FrameContractError(
+            f"the policy's scale must have one row for each env copy, as loc does : expected {loc.ndim - 1} dimensions "
+            f"for one step, got {scale.ndim - 1}; use scale.expand_as(loc)"
+        )
     return -0.5 * ((action - loc) / scale).square() - scale.log() - 0.5 * math.log(2 * math.pi)
 
 

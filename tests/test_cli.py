@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 
 from lit_collect import CollectionMonitor, CollectorCLI, FrameProgress, LearningCurve, WeightSync
-from lit_collect.cli import main
+from lit_collect.cli import main, summary
 from lit_collect.testing import BoringRLModule
 from trainers import PPO
 
@@ -164,10 +164,17 @@ def test_callbacks_are_on_once_each(lit_collect):
 def test_callbacks_are_configured_under_their_own_keys(lit_collect):
     trainer = lit_collect("fit", "--monitor.names=sb3", "--monitor.window=5", "--weight_sync.every_n_steps=3").trainer
     assert "time/total_timesteps" in trainer.callback_metrics
+    assert [line[:15].rstrip() for line in summary(trainer)[-3:]] == ["frames", "training return", "evaluation"]
     assert next(c for c in trainer.callbacks if isinstance(c, WeightSync)).every_n_steps == 3
     saved = yaml.safe_load(Path("runs/cli/version_0/config.yaml").read_text())
     assert saved["monitor"] == {"names": "sb3", "window": 5, "prog_bar": True}
     assert saved["weight_sync"]["every_n_steps"] == 3
+
+
+def test_checkpoint_watches_our_names_whatever_the_loggers_are_given(lit_collect):
+    watching = ["--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.monitor=eval/return_mean"]
+    trainer = lit_collect("fit", "--monitor.names=sb3", *watching).trainer
+    assert trainer.checkpoint_callback.best_model_score == 10
 
 
 @pytest.mark.parametrize(

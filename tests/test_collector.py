@@ -362,6 +362,9 @@ def test_loaded_state_goes_on_and_counts_what_this_collector_did_before():
         assert (statistics["frames_stepped"], statistics["frames_dropped"]) == (12, 8)
         ids = second.collect()["collector", "traj_ids"]
     assert ids.tolist() == [[2, 2], [3, 3]]
+    with Collector(MAKERS, frames_per_batch=4, total_frames=2) as smaller:
+        smaller.load_state_dict(state)  # 4 frames, more than there are to be
+        assert (smaller.frames_left, list(range(len(smaller)))) == (0, [])
 
 
 def test_statistics_are_plain_numbers():

@@ -98,7 +98,7 @@ def test_loaders_are_views_of_one_stream():
 
 def test_policy_is_asked_for_where_there_is_none():
     data = make_data()
-    with pytest.raises(TypeError, match=r"no policy to act with .*CollectorDataModule\(policy=\.\.\.\)"):
+    with pytest.raises(TypeError, match=r"fitted with datamodule=.*, or CollectorDataModule\(policy=\.\.\.\)"):
         data.collect()
 
 

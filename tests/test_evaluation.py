@@ -8,7 +8,7 @@ from gymnasium.vector import SyncVectorEnv
 from tensordict import TensorDict
 from torch import nn
 
-from lit_collect import EvaluationConfig, RolloutConfig
+from lit_collect import EvaluationConfig, RolloutConfig, evaluation
 from lit_collect.envs.factories import resolve_env
 from lit_collect.evaluation import EvaluationLoader, Evaluator, first_episodes
 from lit_collect.metrics import episode_returns
@@ -232,3 +232,11 @@ def test_evaluation_when_a_callable_makes_a_vector_env_asks_for_its_copies():
         next(make_evaluator(make, num_episodes=10).rounds())
     rounds = list(make_evaluator(make, num_envs=4, num_episodes=8).rounds())
     assert [tuple(batch.shape) for batch in rounds] == [(4, 2)] * 2
+
+
+def test_evaluation_of_an_episode_that_does_not_end_says_so_and_goes_on(monkeypatch):
+    monkeypatch.setattr(evaluation, "_PATIENCE", 64)
+    evaluator = make_evaluator(partial(CountingEnv, lengths=(100,)), num_episodes=1)
+    with pytest.warns(UserWarning, match=r"64 steps, and env copy 0 has not ended .* evaluation.max_frames"):
+        assert next(evaluator.rounds()).shape == (1, 100)
+    evaluator.close()

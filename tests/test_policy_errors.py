@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, distributions, nn
 from lit_collect.collector import Collector
 from lit_collect.errors import FrameContractError
 from lit_collect.policies import PolicyFactory, RandomPolicy
-from lit_collect.testing import CountingEnv
+from lit_collect.testing import CountingEnv, ScriptedEnv
 
 N, T = 2, 8
 CHOICE, MOVE = spaces.Discrete(3), spaces.Box(-50, 50, (2,), np.float32)
@@ -64,6 +65,11 @@ WRONG: dict[str, tuple[Any, spaces.Space, str]] = {
     "an action that is NaN": (lambda x: NAN[:, :2], MOVE, "action of env copy 0 is not finite"),
     "logits that are NaN": (lambda x: {"logits": NAN}, CHOICE, "gave NaN for env copy 0 at step 0"),
     "loc that is NaN": (lambda x: {"loc": NAN[:, :2], "scale": torch.ones(N, 2)}, MOVE, "not finite"),
+    "a scale without a row for each copy": (
+        lambda x: {"loc": x[:, :2], "scale": torch.ones(2)},  # as many numbers as copies
+        MOVE,
+        "scale must have one row for each env copy, as loc does : expected 2 dimensions for one step, got 1",
+    ),
     "NaN in a TensorDict actor": (
         tensordict_actor(lambda x: logits(x) / (x[:, :1] < 1), return_log_prob=True),
         CHOICE,
@@ -99,6 +105,37 @@ def test_wrong_answer_raises_and_says_what_was_expected(policy, action_space, me
         collect(policy, action_space)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda x: {"logits": torch.zeros(1, 2)},
+        lambda x: distributions.Categorical(logits=torch.zeros(1, 2)),
+        lambda x: distributions.Bernoulli(logits=torch.zeros(1)),
+    ],
+    ids=["parameters", "a known distribution", "any distribution"],
+)
+def test_log_prob_does_not_take_the_place_of_an_observation(policy):
+    def make() -> gymnasium.Env:
+        box = spaces.Box(-1, 1, (2,))
+        observation_space = spaces.Dict(log_prob=box, other=box)
+        nothing = {"log_prob": np.zeros(2, np.float32), "other": np.zeros(2, np.float32)}
+        return ScriptedEnv([nothing] * 2, [0.0], observation_space=observation_space)
+
+    message = r"returned \['log_prob'\], names that the batch itself takes"
+    with Collector(make, policy, frames_per_batch=4) as collector, pytest.raises(FrameContractError, match=message):
+        collector.collect()
+
+
+def test_one_scale_for_one_copy_and_one_dimension_raises():
+    def policy(observation: Tensor) -> dict[str, Tensor]:
+        return {"loc": observation[:, :1], "scale": torch.ones(1)}
+
+    one = partial(CountingEnv, action_space=spaces.Box(-1, 1, (1,)))
+    message = "scale must have one row for each env copy"  # its steps fit, its log-probability would not
+    with Collector(one, policy, frames_per_batch=4) as collector, pytest.raises(FrameContractError, match=message):
+        collector.collect()
+
+
 def test_answer_whose_shape_changes_raises():
     with pytest.raises(FrameContractError, match=r"value changed its shape : expected \(2, 1\), got \(2, 2\)"):
         collect(lambda x: {"action": x[:, 0].long() * 0, "value": torch.zeros(N, 1 + int(x[0, 2] > 0))})
@@ -127,3 +164,21 @@ def test_what_cannot_act_raises(policy):
 def test_factory_that_builds_no_policy_raises(built):
     with pytest.raises(TypeError, match=r"policy cannot act : expected a PolicyFactory to build one, got .* from it"):
         collect(Builds(built))
+
+
+NARROW = [(spaces.MultiBinary(2), 256), (spaces.MultiDiscrete([3, 3], np.int8), 257)]
+
+
+@pytest.mark.parametrize(("space", "index"), NARROW)
+def test_an_index_that_a_narrow_dtype_would_turn_into_a_right_one_is_out_of_range(space, index):
+    with pytest.raises(FrameContractError, match="out of range"):
+        collect(lambda x: torch.full((N, 2), index), space)
+
+
+def test_an_integer_beyond_a_narrow_box_is_clipped_for_the_env_and_kept_in_the_batch():
+    envs = [CountingEnv(index, action_space=spaces.Box(0, 9, (1,), np.int8)) for index in range(N)]
+    with Collector(
+        [partial(lambda env: env, env) for env in envs], lambda x: torch.full((N, 1), 300), frames_per_batch=N
+    ) as collector:
+        assert collector.collect()["action"].tolist() == [[[300]]] * N
+    assert [env.actions[0].tolist() for env in envs] == [[9]] * N

@@ -151,6 +151,21 @@ def test_random_frames_leave_the_policys_own_random_numbers_alone():
     assert torch.equal(first["action"][:, 3:], second["action"])
 
 
+def test_policy_of_other_random_numbers_acts_alike_however_random_frames_are_cut_into_batches():
+    def policy_with_its_own() -> Any:
+        own = np.random.default_rng(0)
+        return lambda x: {"action": x[:, 0].long() * 0, "noise": np.array([[np.random.rand(), own.random()]] * 2)}
+
+    noises = []
+    for steps in ([9], [1] * 9, [4, 5]):
+        with closing(runner(counting(2, (3,)), policy_with_its_own(), init_random_frames=6)) as one:
+            noises.append(torch.cat([batch["noise"] for batch in collect(one, *steps)], 1))
+    assert torch.equal(noises[0], noises[1])
+    assert torch.equal(noises[0], noises[2])
+    with closing(runner(counting(2, (3,)), policy_with_its_own())) as one:
+        assert torch.equal(collect(one, 6)[0]["noise"][..., 0], noises[0][:, 3:, 0])  # nor were global ones moved
+
+
 def test_random_frames_are_those_of_no_policy():
     envs = counting(2, (3,), action_space=SHORT)
     with closing(runner(envs, lambda x: x[:, 1:], init_random_frames=16)) as one, closing(runner(envs, None)) as other:
@@ -383,3 +398,24 @@ def test_rows_that_are_no_transitions_are_masked_and_not_counted():
         check_batch(cut)
         assert count_frames(cut) == 5
         assert (cut["collector", "mask"].sum(0) > 0).nonzero().max() <= 4  # the first ones in time
+
+
+def test_rows_that_are_no_transitions_are_not_counted_when_the_batch_is_lost():
+    calls = 0
+
+    def policy(observation: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 71:  # behind a whole window, and within the next one
+            raise KeyError("broken policy")
+        return parity(observation)
+
+    class Forgetful(gymnasium.vector.VectorWrapper):
+        """Not known to reset single copies."""
+
+    copies = [CountingEnv(0, (1,)), CountingEnv(1, (3,))]
+    envs = gymnasium.vector.SyncVectorEnv([lambda env=env: env for env in copies], autoreset_mode="NextStep")
+    with closing(envs), closing(runner(Forgetful(envs), policy)) as one:
+        with pytest.raises(KeyError, match="broken policy"):
+            one.collect(80, version=0)
+        assert one.frames_stepped == sum(len(env.actions) for env in copies) < 140

@@ -409,6 +409,8 @@ def _trajectory_ends(batch: TensorDict) -> Tensor:
 def _clip_global_norm(optimizer: Optimizer, max_norm: float) -> None:
     """Scale all gradients by ``1 / max(1, norm / max_norm)``: the effect of torch's function at half its cost."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not gradients:  # a training step that gave no loss, before any that did
+        return
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     torch._foreach_div_(gradients, (norm / max_norm).clamp_(min=1.0))
 

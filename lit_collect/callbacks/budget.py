@@ -10,7 +10,7 @@ from lit_collect.dataset import CollectorDataset
 
 
 class FrameBudget(Callback):
-    """Stops the fit after the last minibatch of the last batch, on all ranks together.
+    """Stops the fit after the last minibatch of the last batch, or the last epoch, on all ranks together.
 
     The data module adds it; there is nothing to configure.
     """
@@ -24,4 +24,10 @@ class FrameBudget(Callback):
     ) -> None:
         """Ask the stream; ranks collect equally many batches, so they all get here with the same answer."""
         if self.stream is not None and self.stream.exhausted:
+            trainer.should_stop = trainer.strategy.reduce_boolean_decision(True)
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """An epoch that was cut short (`limit_train_batches`, a hook) may end within the last batch."""
+        if self.stream is not None and self.stream.spent:
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(True)

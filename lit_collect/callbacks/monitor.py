@@ -61,8 +61,9 @@ class CollectionMonitor(Callback):
     Without a `CollectorDataModule` the callback does nothing.
 
     Args:
-        names: whose names the keys have: ``"lit"``, or those of Stable-Baselines3 or CleanRL where these have one
-            for the same value; the others keep theirs.
+        names: whose names the loggers are given: ``"lit"``, or those of Stable-Baselines3 or CleanRL where these have
+            one for the same value; the others keep theirs. ``callback_metrics`` has the names of ``"lit"``, too, so
+            that what watches them goes on working.
         window: number of last finished episodes that ``episode/...`` is about, at least 1.
         prog_bar: also show the mean return in Lightning's own progress bars.
 
@@ -252,9 +253,10 @@ class CollectionMonitor(Callback):
     def _publish(self, trainer: L.Trainer, values: dict[str, float]) -> None:
         self.latest = {**self.latest, **values}
         named = {self._names.get(key, key): value for key, value in values.items()}
+        watched = {**values, **named}
         # One tensor for all: a tensor for each value would cost more than the rest of this callback.
-        tensors = torch.tensor(list(named.values()), dtype=torch.float64).unbind()
-        trainer.callback_metrics.update(zip(named, tensors, strict=True))
+        tensors = torch.tensor(list(watched.values()), dtype=torch.float64).unbind()
+        trainer.callback_metrics.update(zip(watched, tensors, strict=True))
         if self._prog_bar and "episode/return_mean" in values:
             key = self._names.get("episode/return_mean", "episode/return_mean")
             trainer.progress_bar_metrics[key] = values["episode/return_mean"]
@@ -289,6 +291,8 @@ class CollectionMonitor(Callback):
         named = {self._names.get(key, key): value for key, value in values.items()}
         # All ranks have the same values by now; saying that they are synchronised keeps Lightning from a warning.
         pl_module.log_dict(named, batch_size=1, sync_dist=trainer.world_size > 1)
+        watched = {key: value for key, value in values.items() if key not in named}
+        pl_module.log_dict(watched, logger=False, batch_size=1, sync_dist=trainer.world_size > 1)
 
 
 def _discard(listeners: list[Any], listener: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces
 
 from lit_collect.errors import FrameContractError
-from lit_collect.frames import RESERVED, Key
+from lit_collect.frames import RESERVED_OBSERVED, Key
 
 Path = tuple[str | int, ...]
 """Where a leaf is in an env's own (nested) value: dict keys and tuple positions."""
@@ -104,7 +104,7 @@ class TreeSpec:
         leaves = []
         for path, leaf in _walk(space, ()):
             key = prefix + tuple(str(part) for part in path)
-            _check_key(key, RESERVED if own_keys else frozenset())
+            _check_key(key, RESERVED_OBSERVED if own_keys else frozenset())
             if isinstance(leaf, spaces.Text):
                 if root == "action":
                     raise TypeError(_unsupported(leaf))
@@ -344,6 +344,7 @@ def _choices_encoder(leaf: LeafSpec, nvec: np.ndarray, start: np.ndarray) -> Cal
 def _box_encoder(leaf: LeafSpec, space: spaces.Box, clip: bool) -> Callable[[np.ndarray], np.ndarray]:
     name = ".".join(leaf.key)
     bounds = (space.low, space.high) if clip else None
+    range_of_ints = np.iinfo(leaf.dtype) if leaf.dtype.kind in "iu" else None
 
     def encode(action: np.ndarray) -> np.ndarray:
         _check_shape(leaf, action)
@@ -351,6 +352,8 @@ def _box_encoder(leaf: LeafSpec, space: spaces.Box, clip: bool) -> Callable[[np.
             index = int(np.argwhere(~np.isfinite(action))[0][0])
             raise FrameContractError(f"{name} of env copy {index} is not finite, got {action[index].tolist()}")
         if bounds is None:
+            if range_of_ints is not None and not ((action >= range_of_ints.min) & (action <= range_of_ints.max)).all():
+                raise FrameContractError(f"{name} does not fit {leaf.dtype} : got {action.tolist()}")
             return action.astype(leaf.dtype)
         return np.minimum(np.maximum(action, bounds[0]), bounds[1]).astype(leaf.dtype, copy=False)
 

@@ -5,7 +5,9 @@ from functools import partial
 import pytest
 import torch
 from gymnasium import spaces
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lit_collect import CollectorDataModule, EvaluationConfig, UpdateConfig
 from lit_collect.testing import BoringRLModule, ConstantPolicy, CountingEnv
@@ -104,6 +106,27 @@ def test_batches_keep_shape_and_integers(updates, shape, precision, run):
         assert batch["collector", "mask"].dtype == torch.bool
     assert len(model.batches) == 2 * FRAMES // torch.Size(shape).numel()
     assert len(model.hooked) == len(model.batches) + len(model.rounds)
+
+
+class Combined(CollectorDataModule):
+    """Frames next to other data."""
+
+    def train_dataloader(self):
+        return CombinedLoader({"frames": super().train_dataloader(), "other": DataLoader(torch.ones(4))}, "min_size")
+
+
+@pytest.mark.parametrize("precision", FLOATS)
+def test_frames_next_to_other_data_keep_their_shape(precision, trainer_with):
+    class Taking(BoringRLModule):
+        def training_step(self, batch, batch_idx):
+            assert batch["other"].dtype == FLOATS[precision]
+            return super().training_step(batch["frames"], batch_idx)
+
+    model = Taking(ConstantPolicy(num_actions=2))
+    data = Combined(CountingEnv, num_envs=COPIES, frames_per_batch=FRAMES, total_frames=2 * FRAMES, evaluation=None)
+    trainer_with(max_epochs=-1, precision=precision).fit(model, datamodule=data)
+    assert [batch.batch_size for batch in model.batches] == [(COPIES, FRAMES // COPIES)] * 2
+    assert [batch["next"].batch_size for batch in model.batches] == [(COPIES, FRAMES // COPIES)] * 2
 
 
 @pytest.mark.parametrize("precision", FLOATS)

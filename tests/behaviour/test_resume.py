@@ -6,7 +6,15 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lit_collect import Collector, CollectorDataModule, EvaluationConfig, RolloutConfig, UpdateConfig, WeightSync
+from lit_collect import (
+    BudgetSpentError,
+    Collector,
+    CollectorDataModule,
+    EvaluationConfig,
+    RolloutConfig,
+    UpdateConfig,
+    WeightSync,
+)
 from lit_collect.testing import CountingEnv
 
 COPIES, FRAMES = 2, 8
@@ -168,6 +176,17 @@ def test_larger_budget_lets_a_finished_run_go_on(tmp_path, trainer_with, evaluat
     trainer_with(max_epochs=-1).fit(model, datamodule=data, ckpt_path=tmp_path / "step=2.ckpt")
     assert data.frames_total == 40
     assert len(model.batches) == 3
+
+
+@pytest.mark.parametrize("batches_per_epoch", [None, 1])
+def test_budget_that_the_checkpoint_has_passed_is_said_to_be_spent(
+    batches_per_epoch, tmp_path, trainer_with, interrupted, evaluated_learner
+):
+    run_until(3, 1, tmp_path, trainer_with, interrupted, total_frames=32)
+    data = make_data(total_frames=8, batches_per_epoch=batches_per_epoch)
+    with pytest.raises(BudgetSpentError, match="raise the budget"):
+        trainer_with(max_epochs=-1).fit(evaluated_learner(), datamodule=data, ckpt_path=tmp_path / "step=2.ckpt")
+    assert (data.frames_left, data.frames_total) == (0, 16)
 
 
 def test_checkpoint_before_the_first_batch_resumes_from_the_beginning(tmp_path, trainer_with, evaluated_learner):

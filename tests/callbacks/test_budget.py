@@ -30,6 +30,25 @@ def test_run_is_stopped_after_the_last_minibatch_and_not_before(batches_per_epoc
     assert model.told == [False] * 13 + [True]
 
 
+class Leaving(Watching):
+    """Leaves each epoch at one of its minibatches."""
+
+    def on_train_batch_start(self, batch, batch_idx) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("model", "options"), [(Watching, {"limit_train_batches": 3}), (Leaving, {})], ids=["limit_train_batches", "hook"]
+)
+def test_epochs_that_are_cut_short_end_with_the_budget_too(model, options, trainer_with) -> None:
+    data = make_data(16, updates=UpdateConfig(minibatch_size=2))  # an epoch takes one and a half batches, or a bit more
+    trainer = trainer_with(logger=False, max_epochs=-1, **options)
+    trainer.fit(model(), datamodule=data)
+    assert data.frames_left == 0
+    assert (trainer.current_epoch, trainer.global_step) == (2, 6)
+
+
 def test_run_without_a_budget_is_not_stopped(trainer_with) -> None:
     model = Watching()
     trainer_with(logger=False, max_epochs=2).fit(model, datamodule=make_data(-1, batches_per_epoch=2))

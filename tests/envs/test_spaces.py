@@ -120,7 +120,7 @@ def test_ragged_spaces_are_refused_with_a_cure(space):
         TreeSpec.of(spaces.Dict({"x": space}), "observation")
 
 
-@pytest.mark.parametrize("name", ["action", "next", "collector", "done", "is_init"])
+@pytest.mark.parametrize("name", ["action", "next", "collector", "done", "is_init", "reward"])
 def test_keys_that_a_batch_needs_are_refused(name):
     with pytest.raises(ValueError, match=f"'{name}'"):
         TreeSpec.of(spaces.Dict({name: spaces.Discrete(2)}), "observation")
