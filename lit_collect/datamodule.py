@@ -1,10 +1,10 @@
 """`CollectorDataModule`: collected frames as ordinary Lightning data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -36,6 +36,7 @@ from lit_collect.errors import BudgetSpentError
 from lit_collect.evaluation import EvaluationLoader, Evaluator
 from lit_collect.seeding import Placement, Stage, resolve_entropy
 
+C = TypeVar("C")
 Listener = Callable[[TensorDictBase], None]
 _DEFAULT_ENVS = 8
 
@@ -99,6 +100,8 @@ class CollectorDataModule(L.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        updates, rollout = _config(UpdateConfig, updates), _config(RolloutConfig, rollout)
+        evaluation = _config(EvaluationConfig, evaluation)
         self._source = resolve_env(env)
         self._num_envs = num_envs if num_envs is not None else self._source.num_envs
         known = self._num_envs if self._num_envs is not None else _DEFAULT_ENVS if isinstance(env, str) else 1
@@ -138,6 +141,7 @@ class CollectorDataModule(L.LightningDataModule):
                 "rollout": {**asdict(rollout), "info_keys": list(rollout.info_keys)},
                 "evaluation": None if evaluation is None else asdict(evaluation),
                 "batches_per_epoch": batches_per_epoch,
+                "seed": seed,
             },
             logger=False,
         )
@@ -426,6 +430,11 @@ class CollectorDataModule(L.LightningDataModule):
     @property
     def _weight_sync(self) -> WeightSync | None:
         return None if self.trainer is None else find_callback(self.trainer, WeightSync)
+
+
+def _config(kind: Callable[..., C], value: Any) -> C:
+    """A group of settings; saved hyperparameters hold it as a mapping."""
+    return kind(**value) if isinstance(value, Mapping) else value
 
 
 def _restore_batch_size(batch: TensorDictBase, dims: int) -> TensorDictBase:

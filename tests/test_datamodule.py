@@ -356,3 +356,26 @@ def test_module_is_told_the_spaces_before_callbacks_set_up():
     run(Sized(), make_data(make), copying)
     assert copying.found == ([3], 2)
     assert len(envs) == 2  # the one that was asked for its spaces is a copy that collects
+
+
+class Evaluated(BoringRLModule):
+    """Lets Lightning run the evaluation."""
+
+    def validation_step(self, batch, batch_idx) -> None:
+        pass
+
+
+def test_data_module_is_made_again_from_a_checkpoint(tmp_path):
+    options = {"num_envs": 4, "frames_per_batch": 8, "total_frames": 16, "seed": 5}
+    data = CollectorDataModule(
+        "CartPole-v1",
+        updates=UpdateConfig(epochs=2, minibatch_size=4),
+        rollout=RolloutConfig(max_frames_per_traj=7),
+        evaluation=EvaluationConfig(num_episodes=4),
+        **options,
+    )
+    trainer = run(Evaluated(ConstantPolicy(num_actions=2)), data)
+    trainer.save_checkpoint(tmp_path / "data.ckpt")
+    again = CollectorDataModule.load_from_checkpoint(tmp_path / "data.ckpt", weights_only=True)
+    assert dict(again.hparams) == dict(data.hparams)
+    assert len(again.train_dataloader()) == len(data.train_dataloader())
