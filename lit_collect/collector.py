@@ -20,7 +20,7 @@ from lit_collect.envs.direct import DirectEnv
 from lit_collect.envs.factories import EnvLike, resolve_env
 from lit_collect.errors import BudgetSpentError, CollectorClosedError
 from lit_collect.frames import count_frames
-from lit_collect.seeding import Placement, RandomStream, acting_seed, env_seeds, resolve_entropy
+from lit_collect.seeding import Placement, resolve_entropy
 from lit_collect.weights import Weights, copy_weights, models_to_update, named_tensors
 from lit_collect.worker import WorkerSpec
 
@@ -341,11 +341,7 @@ class Collector:
             self._runner.close()
 
     def _reseed(self) -> None:
-        place, indices = self._place, self._runner.indices
-        self._runner.reseed(
-            env_seeds(place.entropy, place.stage, indices, self._restart),
-            RandomStream(acting_seed(place.entropy, place.stage, indices.start, self._restart)),
-        )
+        self._runner.reseed(*self._place.streams(self._runner.indices, self._restart))
 
     def _check_counts(self) -> None:
         """The copies are known for sure only now: a factory may have made a vector env."""

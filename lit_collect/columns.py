@@ -101,10 +101,9 @@ class Columns:
         dtype = value.dtype
         if leaf is not None and dtype is torch.bool:
             dtype = torch.from_numpy(np.empty(0, leaf.stored)).dtype
-        elif leaf is not None and leaf.dtype.kind != "f":
-            pass  # as the policy gave it: a narrower dtype could turn a wrong index into a right one
-        elif leaf is not None and dtype not in (torch.float32, torch.float64):  # NumPy has no bfloat16
+        elif leaf is not None and dtype.is_floating_point and dtype is not torch.float64:  # NumPy has no bfloat16
             dtype = torch.float32
+        # Integers stay as the policy gave them: a narrower dtype could turn a wrong index into a right one.
         with torch.inference_mode(False):
             return torch.zeros((*self._shape, *value.shape[1:]), dtype=dtype)
 

@@ -13,7 +13,7 @@ from lit_collect.config import EvaluationConfig, RolloutConfig
 from lit_collect.envs.factories import EnvSource
 from lit_collect.frames import MASK, NEXT_DONE
 from lit_collect.rollout import RolloutRunner
-from lit_collect.seeding import Placement, RandomStream, acting_seed, env_seeds
+from lit_collect.seeding import Placement
 from lit_collect.worker import WorkerSpec, build_runner
 
 _CHUNK = 32  # steps between two looks whether every copy has finished
@@ -70,10 +70,7 @@ class Evaluator:
         """
         runner = self._started()
         for number in range(self.num_rounds):
-            runner.reseed(
-                env_seeds(self._place.entropy, self._place.stage, runner.indices, number),
-                RandomStream(acting_seed(self._place.entropy, self._place.stage, runner.indices.start, number)),
-            )
+            runner.reseed(*self._place.streams(runner.indices, number))
             yield first_episodes(_play_until_all_ended(runner))
 
     def close(self) -> None:

@@ -46,6 +46,11 @@ _ROWS: dict[Key, torch.dtype] = {
 _COLUMNS: dict[Key, torch.dtype] = {TRAJ_IDS: torch.int64, POLICY_VERSION: torch.int64}
 
 
+def as_key(key: str | tuple[str, ...]) -> Key:
+    """A key as TensorDicts have it, always as a path."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
 def is_private(key: Key) -> bool:
     """Whether a key stays inside the collector: any part of it begins with an underscore."""
     return any(part.startswith("_") for part in key)
@@ -115,7 +120,7 @@ def _check_successors(batch: TensorDictBase) -> None:
     """Within a trajectory each row was acted on what the row before it led to."""
     ids, successors = batch[TRAJ_IDS], batch["next"]
     same = _pairs(batch) & (ids[..., 1:] == ids[..., :-1])
-    paths = [key if isinstance(key, tuple) else (key,) for key in successors.keys(True, True)]
+    paths = [as_key(key) for key in successors.keys(True, True)]
     observed = [path for path in paths if path[0] not in ("reward", "done", "terminated", "truncated")]
     if not observed:
         raise FrameContractError("a batch lacks the key ('next', 'observation')")

@@ -18,7 +18,7 @@ from tensordict.nn import (
 )
 from torch import Tensor, distributions, nn
 
-from lit_collect.frames import Key
+from lit_collect.frames import Key, as_key
 from lit_collect.sampling import CATEGORICAL, NORMAL, Family
 
 _FAMILIES: dict[Any, Family] = {distributions.Categorical: CATEGORICAL, distributions.Normal: NORMAL}
@@ -148,4 +148,4 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _keys(keys: Sequence[Any]) -> tuple[Key, ...]:
-    return tuple((key,) if isinstance(key, str) else tuple(key) for key in keys)
+    return tuple(as_key(key) for key in keys)

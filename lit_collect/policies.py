@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lit_collect.config import Exploration
 from lit_collect.decoding import Decoder, check_names, check_nan, decoder_for
 from lit_collect.envs.spaces import TreeSpec, nest, sample_leaf
-from lit_collect.frames import RESERVED, Key
+from lit_collect.frames import RESERVED, Key, as_key
 from lit_collect.lowering import LoweredActor, lower
 from lit_collect.mlp import small_nets_in_numpy
 
@@ -189,7 +189,7 @@ class TensorDictActor(Actor):
         self.module = policy
         self._policy = policy
         self._observation_keys = [leaf.key for leaf in observation_spec.leaves]
-        self.keys = _output_keys([_key(key) for key in policy.out_keys if not _is_unnamed(key)], observation_spec)
+        self.keys = _output_keys([as_key(key) for key in policy.out_keys if "_" not in as_key(key)], observation_spec)
         self._interaction = InteractionType.from_str(exploration)
 
     def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
@@ -285,14 +285,6 @@ def _output_keys(keys: Sequence[Key], observation_spec: TreeSpec) -> tuple[Key, 
     check_names([key[0] for key in keys], RESERVED)
     observed = {leaf.key for leaf in observation_spec.leaves}
     return tuple(dict.fromkeys(key for key in keys if key not in observed))
-
-
-def _key(key: Any) -> Key:
-    return (key,) if isinstance(key, str) else tuple(key)
-
-
-def _is_unnamed(key: Any) -> bool:
-    return "_" in _key(key)
 
 
 def _fits(plan: LoweredActor, observation_spec: TreeSpec) -> bool:

@@ -83,6 +83,16 @@ class Placement:
     default_envs: int | None = None
     """Env copies where neither the user nor the env says a number (None: one, and batches without that dimension)."""
 
+    def streams(self, indices: range, restart: int = 0) -> "tuple[list[int], RandomStream]":
+        """The random numbers of env copies: seeds for their first resets, and the stream of whoever acts for them.
+
+        Args:
+            indices: global env indices.
+            restart: how often the run was resumed.
+        """
+        stream = RandomStream(acting_seed(self.entropy, self.stage, indices.start, restart))
+        return env_seeds(self.entropy, self.stage, indices, restart), stream
+
 
 class RandomStream:
     """The global random generators (torch CPU, NumPy's legacy one, Python's), as envs and policies see them.

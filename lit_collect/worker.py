@@ -7,7 +7,7 @@ from lit_collect.config import RolloutConfig
 from lit_collect.envs.factories import EnvSource
 from lit_collect.policies import RandomActor, make_actor
 from lit_collect.rollout import RolloutRunner
-from lit_collect.seeding import Placement, RandomStream, acting_seed, env_seeds
+from lit_collect.seeding import Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ def build_runner(spec: WorkerSpec) -> RolloutRunner:
     try:
         copies, place = env.num_envs, spec.place
         indices = range(place.rank * copies, (place.rank + 1) * copies)
-        stream_seed = acting_seed(place.entropy, place.stage, indices.start)
+        seeds, stream = place.streams(indices)
         actor = make_actor(
             spec.policy,
             env.observation_spec,
             env.action_spec,
             exploration=spec.rollout.exploration,
-            seed=stream_seed,
+            seed=stream.seed,
         )
         return RolloutRunner(
             env,
@@ -52,9 +52,9 @@ def build_runner(spec: WorkerSpec) -> RolloutRunner:
             config=spec.rollout,
             indices=indices,
             total_copies=copies * place.world_size,
-            seeds=env_seeds(place.entropy, place.stage, indices),
-            stream=RandomStream(stream_seed),
-            warm_up=RandomActor(env.action_spec, stream_seed),
+            seeds=seeds,
+            stream=stream,
+            warm_up=RandomActor(env.action_spec, stream.seed),
             warm_up_steps=-(-spec.rollout.init_random_frames // (copies * place.world_size)),
         )
     except BaseException:

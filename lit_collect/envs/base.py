@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lit_collect.envs.spaces import TreeSpec
+from lit_collect.errors import WorkerFailedError
 
 Leaves = tuple[np.ndarray, ...]
 """The arrays of one observation or action, one for each leaf of its space, in the order of `TreeSpec.leaves`."""
@@ -126,6 +127,16 @@ class BatchedEnv(ABC):
                     target[index] = leaf
         is_init |= ~views.valid
         return StepOut(next_obs or obs, views.reward, flags[0], flags[1], obs, is_init, views.valid)
+
+
+def env_failed(who: str, doing: str, error: Exception) -> WorkerFailedError:
+    """What is raised from an exception of an env: who it was, what it was doing, the error's type and text."""
+    return WorkerFailedError(f"{who} failed in {doing}: {type(error).__name__}: {error}")
+
+
+def brief(value: object) -> str:
+    """The kind of a value that an env returned, and how many parts it has."""
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
 
 
 class EnvFactory(ABC):

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from lit_collect.envs.base import BatchedEnv, Final, Leaves, StepViews
+from lit_collect.envs.base import BatchedEnv, Final, Leaves, StepViews, brief, env_failed
 from lit_collect.envs.spaces import TreeSpec
 from lit_collect.errors import FrameContractError, LitCollectError, WorkerFailedError
 
@@ -77,7 +77,7 @@ class DirectEnv(BatchedEnv):
             try:
                 env.close()
             except Exception as error:  # the others must be closed all the same
-                failures.append(_failed(index, "close", error))
+                failures.append(env_failed(f"env copy {index}", "close", error))
         if failures:
             raise failures[0]
 
@@ -139,7 +139,7 @@ class DirectEnv(BatchedEnv):
         try:
             answer = self.envs[index].reset(seed=seed)
             if not (isinstance(answer, tuple) and len(answer) == 2):
-                raise FrameContractError(f"expected (observation, info), got {_brief(answer)}")
+                raise FrameContractError(f"expected (observation, info), got {brief(answer)}")
             return self._admit(answer[0])
         except Exception as error:
             raise self._explain(index, "reset", error) from error
@@ -167,7 +167,7 @@ class DirectEnv(BatchedEnv):
                 f"env copy {index}, {doing}: expected (observation, reward, terminated, truncated, info) "
                 f"with a number as the reward ({error})"
             )
-        return _failed(index, doing, error)
+        return env_failed(f"env copy {index}", doing, error)
 
     def _check_spaces(self) -> None:
         for index, env in enumerate(self.envs[1:], start=1):
@@ -175,11 +175,3 @@ class DirectEnv(BatchedEnv):
                 first, other = getattr(self.envs[0], name), getattr(env, name)
                 if first != other:
                     raise ValueError(f"{name} of env copy {index} differs : expected {first} as in copy 0, got {other}")
-
-
-def _failed(index: int, doing: str, error: Exception) -> WorkerFailedError:
-    return WorkerFailedError(f"env copy {index} failed in {doing}: {type(error).__name__}: {error}")
-
-
-def _brief(value: object) -> str:
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__

@@ -13,10 +13,9 @@ from gymnasium.envs.registration import find_highest_version, get_env_id, parse_
 from gymnasium.vector import VectorEnv
 
 from lit_collect.config import RolloutConfig
-from lit_collect.envs.base import BatchedEnv, EnvFactory
+from lit_collect.envs.base import BatchedEnv, EnvFactory, env_failed
 from lit_collect.envs.direct import DirectEnv
 from lit_collect.envs.vector import VectorEnvAdapter
-from lit_collect.errors import WorkerFailedError
 
 EnvMaker = str | EnvFactory | Callable[[], Any]
 """One maker of envs: a Gymnasium id or dotted import path, a factory, or a callable without arguments."""
@@ -154,9 +153,7 @@ class EnvSource:
         try:
             return maker()
         except Exception as error:
-            raise WorkerFailedError(
-                f"env copy {index} failed in its constructor: {type(error).__name__}: {error}"
-            ) from error
+            raise env_failed(f"env copy {index}", "its constructor", error) from error
 
     def _adapt(self, env: VectorEnv[Any, Any, Any], copies: int | None, rollout: RolloutConfig) -> VectorEnvAdapter:
         if len(self.makers) > 1 or (self.num_envs is not None and not self.live):

@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from lit_collect.envs.base import BatchedEnv, Final, Leaves, StepViews
+from lit_collect.envs.base import BatchedEnv, Final, Leaves, StepViews, brief, env_failed
 from lit_collect.envs.spaces import TreeSpec
-from lit_collect.errors import FrameContractError, WorkerFailedError
+from lit_collect.errors import FrameContractError
 
 _CLOSE_TIMEOUT_S = 10.0
 _TERMINATE_TIMEOUT_S = 1.0
@@ -153,7 +153,7 @@ class VectorEnvAdapter(BatchedEnv):
         try:
             self.env.close()
         except Exception as error:
-            raise _worker_failed("close", error) from error
+            raise env_failed("vector env", "close", error) from error
 
     def _reset_ended(self, done: np.ndarray, views: StepViews) -> list[Final]:
         """Keep the true successors, then begin the next episode of the copies that ended."""
@@ -231,7 +231,7 @@ class VectorEnvAdapter(BatchedEnv):
         except BaseException as error:
             self._fail("reset", error)
         if not (isinstance(answer, tuple) and len(answer) == 2):
-            raise FrameContractError(f"vector env, reset: expected (observations, infos), got {_brief(answer)}")
+            raise FrameContractError(f"vector env, reset: expected (observations, infos), got {brief(answer)}")
         leaves = self._check_obs(answer[0], "reset")
         specs = self.observation_spec.leaves
         return tuple([np.array(leaf, spec.stored) for leaf, spec in zip(leaves, specs, strict=True)])
@@ -243,8 +243,7 @@ class VectorEnvAdapter(BatchedEnv):
             self._fail("step", error)
         if not (isinstance(answer, tuple) and len(answer) == 5):
             raise FrameContractError(
-                f"vector env, step: expected (observations, rewards, terminated, truncated, infos), "
-                f"got {_brief(answer)}"
+                f"vector env, step: expected (observations, rewards, terminated, truncated, infos), got {brief(answer)}"
             )
         return answer
 
@@ -288,11 +287,7 @@ class VectorEnvAdapter(BatchedEnv):
             self.close()
         if not isinstance(error, Exception):
             raise error
-        raise _worker_failed(doing, error) from error
-
-
-def _worker_failed(doing: str, error: Exception) -> WorkerFailedError:
-    return WorkerFailedError(f"vector env failed in {doing}: {type(error).__name__}: {error}")
+        raise env_failed("vector env", doing, error) from error
 
 
 def _detect_mode(env: VectorEnv[Any, Any, Any], given: AutoresetMode | str | None) -> AutoresetMode:
@@ -363,7 +358,3 @@ def _equal(first: np.ndarray, second: np.ndarray) -> bool:
     return (
         first.shape == second.shape and np.ascontiguousarray(first).tobytes() == np.ascontiguousarray(second).tobytes()
     )
-
-
-def _brief(value: object) -> str:
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
