@@ -1,7 +1,7 @@
 """Rows become a batch: windows of steps are copied into [N, T] tensors, and episodes get their ids."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_collect.columns import Columns
 from lit_collect.envs.base import Final
-from lit_collect.envs.spaces import TreeSpec
+from lit_collect.envs.spaces import LeafSpec, TreeSpec
 from lit_collect.errors import FrameContractError
 from lit_collect.frames import Key, is_private
 
@@ -67,6 +67,31 @@ class Episodes:
         return numbers * self._total_copies + np.asarray(self.indices, np.int64)
 
 
+class Storage(Protocol):
+    """Where the large columns of a batch are put together."""
+
+    def empty(self, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for a column of any content.
+
+        Args:
+            key: of the column.
+            shape: [N, T, ...].
+            dtype: of the column.
+        """
+
+
+class PrivateStorage:
+    """Fresh memory for every batch, which then belongs to whoever is given the batch."""
+
+    def empty(self, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See `Storage.empty`."""
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=dtype)
+
+
+PRIVATE = PrivateStorage()
+
+
 class Assembly:
     """One batch in the making. What it hands out shares no memory with anything that is written again.
 
@@ -74,14 +99,15 @@ class Assembly:
         steps: T.
         num_envs: N.
         observation_spec: of one env copy.
+        storage: where the large columns lie.
     """
 
-    def __init__(self, steps: int, num_envs: int, *, observation_spec: TreeSpec) -> None:
+    def __init__(self, steps: int, num_envs: int, *, observation_spec: TreeSpec, storage: Storage = PRIVATE) -> None:
         self._shape = (num_envs, steps)
         self._leaves = observation_spec.leaves
-        with torch.inference_mode(False):
-            self._seen = [torch.from_numpy(array) for array in observation_spec.empty(self._shape)]
-            self._successors = [torch.from_numpy(array) for array in observation_spec.empty(self._shape)]
+        self._storage = storage
+        self._seen = [self._column(leaf.key, leaf) for leaf in self._leaves]
+        self._successors = [self._column(("next", *leaf.key), leaf) for leaf in self._leaves]
         self.outputs: dict[Key, Tensor] = {}
         """[N, T, ...] by key: what the policy gave."""
         self.reward = np.zeros((steps, num_envs), np.float32)
@@ -114,6 +140,15 @@ class Assembly:
             self._finals.append((start + step, final))
             for successors, leaf in zip(self._successors, final.obs, strict=True):
                 successors.numpy()[final.row, start + step] = leaf
+
+    def cut(self, steps: int) -> None:
+        """Make a batch of the first steps only."""
+        self._shape = (self._shape[0], steps)
+        self._seen = [column[:, :steps] for column in self._seen]
+        self._successors = [column[:, :steps] for column in self._successors]
+        self.outputs = {key: column[:, :steps] for key, column in self.outputs.items()}
+        for name in ("reward", "terminated", "truncated", "valid"):
+            setattr(self, name, getattr(self, name)[:steps])
 
     def fill(self, columns: Columns) -> None:
         """Give rows that the policy did not act what it would have given: zeros."""
@@ -172,9 +207,11 @@ class Assembly:
     def _output(self, key: Key, columns: Columns) -> Tensor:
         if key not in self.outputs:
             column = columns.outputs[key]
-            with torch.inference_mode(False):
-                self.outputs[key] = torch.zeros((*self._shape, *column.shape[2:]), dtype=column.dtype)
+            self.outputs[key] = self._storage.empty(key, (*self._shape, *column.shape[2:]), column.dtype).zero_()
         return self.outputs[key]
+
+    def _column(self, key: Key, leaf: LeafSpec) -> Tensor:
+        return self._storage.empty(key, (*self._shape, *leaf.shape), leaf.torch_dtype)
 
     def _first_rows(self, episodes: Episodes) -> np.ndarray:
         """[T, N] bool, the first row of each episode; remembers which copies begin one with the next batch."""

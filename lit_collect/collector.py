@@ -1,54 +1,38 @@
 """`Collector`: the budget, the stream of batches, weights and state, whatever the backend."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import nn
 
 from lit_collect.backends import Backend, resolve_backend
+from lit_collect.background import Pump, Turn
+from lit_collect.budget import Budget
 from lit_collect.config import (
     DeviceConfig,
-    ReplayConfig,
     RolloutConfig,
     TrajectoryConfig,
     check_frames,
+    refuse_later,
 )
-from lit_collect.envs.direct import DirectEnv
 from lit_collect.envs.factories import EnvLike, resolve_env
-from lit_collect.errors import BudgetSpentError, CollectorClosedError
+from lit_collect.errors import CollectorClosedError
 from lit_collect.frames import count_frames
+from lit_collect.gathering import FirstCome, Gatherer, Together
+from lit_collect.hooks import Hooks, Output
+from lit_collect.messages import Execute
+from lit_collect.profiling import ProfileConfig
+from lit_collect.publishing import Inlet
+from lit_collect.schemes import WeightReceiver, WeightSyncScheme
 from lit_collect.seeding import Placement, resolve_entropy
-from lit_collect.weights import Weights, copy_weights, models_to_update, named_tensors
+from lit_collect.supervisor import WorkerGroup
+from lit_collect.weights import Weights, models_to_update
 from lit_collect.worker import WorkerSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hooks:
-    """Functions that see exactly what is yielded."""
-
-    pre_collect: Callable[[], None] | None = None
-    """Before each batch."""
-    postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
-    """Turns each batch into what is yielded instead."""
-    post_collect: Callable[[TensorDictBase], None] | None = None
-    """After each batch, with what is yielded."""
-
-    @classmethod
-    def of(cls, hooks: "Hooks | Mapping[str, Callable[..., Any]] | None") -> "Hooks":
-        """The hooks of a mapping from their names.
-
-        Raises:
-            ValueError: naming those that do not exist.
-        """
-        if isinstance(hooks, Hooks):
-            return hooks
-        unknown = sorted(set(hooks or {}) - {field.name for field in fields(cls)})
-        if unknown:
-            raise ValueError(f"hooks must be among pre_collect, postproc and post_collect, got {unknown}")
-        return cls(**(hooks or {}))
 
 
 class Collector:
@@ -66,7 +50,7 @@ class Collector:
         num_envs: env copies. None takes what the env says; where it says nothing there is one, and batches are [T].
         rollout: how a batch is collected.
         trajectories: whole trajectories instead of a fixed number of frames (not in this version).
-        replay_buffer: where batches are written (not in this version).
+        replay_buffer: anything with ``extend``; it is given the transitions of every batch, [M].
         devices: where things live.
         backend: where frames are collected.
         seed: reproduces the run; None takes the one of `seed_everything`, else a fresh one.
@@ -94,31 +78,37 @@ class Collector:
         num_envs: int | None = None,
         rollout: RolloutConfig = RolloutConfig(),
         trajectories: TrajectoryConfig | None = None,
-        replay_buffer: ReplayConfig | None = None,
+        replay_buffer: Any = None,
         devices: DeviceConfig = DeviceConfig(),
         backend: Backend | str = "direct",
         seed: int | Placement | None = None,
         hooks: Hooks | Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        refuse_later(trajectories=trajectories, replay_buffer=replay_buffer)
-        source = resolve_env(env)
-        copies = num_envs if num_envs is not None else source.num_envs or 1
+        refuse_later(trajectories=trajectories)
+        self._output = Output(Hooks.of(hooks), replay_buffer)
+        source, backend = resolve_env(env), resolve_backend(backend)
+        copies = num_envs if num_envs is not None else source.num_envs or backend.num_collectors
         check_frames(frames_per_batch, total_frames, copies, copies)
         self._place = seed if isinstance(seed, Placement) else Placement(entropy=resolve_entropy(seed))
-        self._hooks = Hooks.of(hooks)
-        self._runner = resolve_backend(backend).start(
-            WorkerSpec(source=source, policy=policy, rollout=rollout, num_envs=num_envs, place=self._place)
+        self._group = WorkerGroup(
+            WorkerSpec(source=source, policy=policy, rollout=rollout, num_envs=num_envs, place=self._place), backend
         )
-        self.num_envs = self._runner.env.num_envs
+        self.num_envs = self._group.num_envs
         self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
-        self._check_counts()
+        self._budget = Budget(total=total_frames)
+        try:  # the copies are known for sure only now: a factory may have made a vector env
+            check_frames(frames_per_batch, total_frames, self.num_envs, self.num_envs)
+        except BaseException:
+            self._group.close()
+            raise
         says_nothing = num_envs is None and source.num_envs is None and self._place.default_envs is None
-        self._unbatched = says_nothing and isinstance(self._runner.env, DirectEnv)
-        self._version = 0
-        self._batches = 0
-        self._yielded = 0
-        self._before_resume = 0  # frames stepped by the runs before this one
+        self._unbatched = says_nothing and self._group.ready.single and self.num_envs == 1
+        self._gatherer: Gatherer = Together(self._group) if backend.sync else FirstCome(self._group)
+        self._turn = Turn()
+        self._pump: Pump | None = None
+        self._inlet = Inlet()
+        self._profile: ProfileConfig | None = None
         self._restart = 0
         self._closed = False
 
@@ -130,8 +120,7 @@ class Collector:
             CollectorClosedError: after `shutdown`.
         """
         self._check_open()
-        if self.frames_left == 0:
-            raise self._spent()
+        self._budget.check()
         return self
 
     def __next__(self) -> TensorDictBase:
@@ -146,9 +135,7 @@ class Collector:
         Raises:
             TypeError: if there is no budget.
         """
-        if self.frames_left is None:
-            raise TypeError("a collector without total_frames has no length")
-        return -(-self.frames_left // self.frames_per_batch)
+        return self._budget.batches_left(self.frames_per_batch)
 
     def __enter__(self) -> "Collector":
         """The collector itself."""
@@ -168,60 +155,93 @@ class Collector:
     @property
     def frames_left(self) -> int | None:
         """Frames until the budget is spent, None without one."""
-        # a state that was loaded may be of a larger budget
-        return None if self.total_frames == -1 else max(self.total_frames - self._yielded, 0)
+        return self._budget.left
 
     @property
     def policy_version(self) -> int:
         """Version of the weights that act: 0 at first, one more for every publication."""
-        return self._version
+        return self._group.publisher.version
+
+    @property
+    def workers(self) -> WorkerGroup:
+        """Who collects: health, bound on staleness, and what happens while a worker is waited for."""
+        return self._group
 
     @property
     def observation_space(self) -> Any:
         """Of one env copy."""
-        return self._runner.env.observation_spec.space
+        return self._group.ready.observation_space
 
     @property
     def action_space(self) -> Any:
         """Of one env copy."""
-        return self._runner.env.action_spec.space
+        return self._group.ready.action_space
 
     def collect(self) -> TensorDictBase:
         """Collect one batch.
 
         Returns:
-            [N, T] (or [T], see `num_envs`) as `lit_collect.frames` describes it, owned by the caller.
+            [N, T] (or [T], see `num_envs`) as `lit_collect.frames` describes it, owned by the caller. An asynchronous
+            backend gives the batch of one worker, as many frames of its [n, T] env copies.
 
         Raises:
             BudgetSpentError: if no frames are left.
             CollectorClosedError: after `shutdown`.
             WorkerFailedError: if an env raised; the next call begins new episodes.
+            WorkerDiedError: if a worker ended and is not to be replaced.
+            CollectTimeoutError: if a worker did not answer in time.
+            StaleDataError: if a worker acted with older weights than the bound allows.
             FrameContractError: if an env or the policy broke the contract.
+            RuntimeError: while frames are collected in the background.
         """
-        if self._hooks.pre_collect is not None:
-            self._check_open()
-            self._hooks.pre_collect()
-        batch = self.rollout()
-        if self._hooks.postproc is not None:
-            batch = self._hooks.postproc(batch)
-        if self._hooks.post_collect is not None:
-            self._hooks.post_collect(batch)
-        return batch
+        self._check_idle()
+        self._output.begin()
+        return self._output.finish(self.rollout())
 
     def rollout(self) -> TensorDictBase:
-        """One batch without hooks; its frames count like any others."""
+        """One batch without hooks, which nothing is done with; its frames count like any others."""
+        self._check_idle()
+        self._budget.check()
+        batch = self._next(None)
+        assert batch is not None
+        return batch
+
+    def start(self) -> None:
+        """Collect in the background, into `replay_buffer`, until the budget is spent or `async_shutdown` is called.
+
+        Workers go on freely, each with batches of its own (on the direct backend a thread collects, and shares the
+        global random generators with you). What goes wrong is raised by the next call of any method.
+
+        Raises:
+            RuntimeError: if there is no `replay_buffer`, or it runs already.
+        """
+        self._check_idle()
+        if self._output.sink is None:
+            raise RuntimeError("there is nothing to collect into : expected Collector(replay_buffer=...)")
+        if not isinstance(self._gatherer, FirstCome):
+            self._gatherer.discard()
+            self._gatherer = FirstCome(self._group)
+        self._pump = Pump(self._next_in_background, self._output.finish, turn=self._turn)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether frames are collected in the background."""
+        return self._pump is not None and self._pump.running
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Collect nothing in the background inside of a ``with`` block.
+
+        Raises:
+            RuntimeError: if nothing is collected in the background.
+        """
         self._check_open()
-        left = self.frames_left
-        if left == 0:
-            raise self._spent()
-        frames = self.frames_per_batch if left is None else min(left, self.frames_per_batch)
-        counted = 0
-        while counted == 0:  # a short batch can be spent on resetting alone, and nobody can learn from it
-            batch: TensorDict = self._runner.collect(-(-frames // self.num_envs), self._version, left)
-            counted = count_frames(batch)
-        self._yielded += counted
-        self._batches += 1
-        return batch[0] if self._unbatched else batch
+        if self._pump is None:
+            raise RuntimeError("nothing is collected in the background; call start() first")
+        return self._pump.paused()
+
+    def async_shutdown(self) -> None:
+        """The same as `shutdown`, which raises what went wrong in the background if no other call has."""
+        self.shutdown()
 
     def update_policy_weights_(
         self,
@@ -239,7 +259,7 @@ class Collector:
             policy_or_weights: a module, a TensorDict or a mapping of tensors; None publishes the policy as it is.
             weights: the same, by name.
             policy: a module, by name.
-            worker_ids: not on the direct backend, which has no workers.
+            worker_ids: only these workers (not on the direct backend, which has none).
             model_id: which model they belong to.
             weights_dict: weights of several models by id.
 
@@ -249,125 +269,231 @@ class Collector:
             TypeError: if the policy has no weights.
         """
         self._check_open()
-        if worker_ids is not None:
+        if worker_ids is not None and self._group.backend.in_process:
             raise ValueError("worker_ids needs a backend with workers : the direct backend has none")
+        workers = None if worker_ids is None else self._group.indices(worker_ids, "worker_ids")
         models = models_to_update(policy_or_weights, weights, policy, model_id, weights_dict)
-        unknown = sorted(models.keys() - {"policy"})
-        if unknown:
-            raise KeyError(f"there is no model {unknown[0]!r} : expected 'policy'")
-        if "policy" in models:
-            module = self._runner.actor.module
-            if module is None:
-                raise TypeError("the policy has no weights : only an nn.Module can be updated")
-            copy_weights(named_tensors(models["policy"]), module)
-        self._version += 1
+        # workers of their own take weights between batches anyway; a policy that acts here must not change meanwhile
+        with self._turn.taken() if self._group.backend.in_process else nullcontext():
+            self._group.publish(models, workers)
+
+    def increment_version(self) -> None:
+        """Publish the policy as it is, under the next version."""
+        self.update_policy_weights_()
+
+    def receive_weights(
+        self,
+        policy_or_weights: Weights | None = None,
+        *,
+        weights: Weights | None = None,
+        policy: nn.Module | None = None,
+        model_id: str = "policy",
+    ) -> None:
+        """Take what the registered receivers have got, or else these weights, and publish it.
+
+        Raises:
+            ValueError: if weights are given although receivers are registered.
+        """
+        given = models_to_update(policy_or_weights, weights, policy, model_id, None)
+        if self._inlet and given:
+            raise ValueError("receive_weights takes no weights while receivers are registered; leave them out")
+        fresh = self._inlet.fresh() if self._inlet else given
+        if fresh or not self._inlet:
+            self.update_policy_weights_(weights_dict=fresh)
+
+    def register_scheme_receiver(
+        self, schemes: Mapping[str, WeightReceiver | WeightSyncScheme], *, synchronize_weights: bool = True
+    ) -> None:
+        """Let weights of models come from elsewhere: they are looked for before each batch and passed on to workers.
+
+        Args:
+            schemes: where from, by model id.
+            synchronize_weights: look at once.
+        """
+        self._check_open()
+        self._inlet.register(schemes)
+        if synchronize_weights:
+            self.receive_weights()
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: weights need no set-up. It is there for code that was written for TorchRL."""
+
+    def cascade_execute(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Read an attribute, or call a method, of what the workers hold.
+
+        Args:
+            path: begins with ``env`` or ``policy``, for instance ``env.envs[0].unwrapped.gravity``.
+            *args: of the method.
+            **kwargs: of the method.
+
+        Returns:
+            The values, one for each worker.
+
+        Raises:
+            ValueError: if the path is malformed.
+            AttributeError: if it leads nowhere.
+        """
+        self._check_open()
+        with self._turn.taken():
+            return self._group.ask_all(Execute(path=path, args=args, kwargs=kwargs))
+
+    def enable_profile(
+        self,
+        workers: Sequence[int] = (0,),
+        *,
+        num_rollouts: int = 3,
+        warmup_rollouts: int = 1,
+        save_path: str = "./collector_profile_{worker}.json",
+        with_stack: bool = False,
+    ) -> None:
+        """Record the first rollouts of some workers as Chrome traces (see `ProfileConfig`).
+
+        Raises:
+            RuntimeError: if a batch was collected already.
+            ValueError: if `num_rollouts` leaves nothing to record, or there is no such worker.
+        """
+        self._check_open()
+        if self._budget.batches or self._pump is not None:
+            raise RuntimeError("profiling begins with the first batch; call enable_profile before it is collected")
+        self._profile = self._group.profile(
+            ProfileConfig(
+                workers=tuple(workers),
+                num_rollouts=num_rollouts,
+                warmup_rollouts=warmup_rollouts,
+                save_path=os.path.abspath(save_path),
+                with_stack=with_stack,
+            )
+        )
+
+    @property
+    def profile_config(self) -> ProfileConfig | None:
+        """What `enable_profile` was given."""
+        return self._profile
 
     def reset(self, index: int | None = None) -> None:
         """Leave the running episodes (of one env copy, or of all) and begin new ones with the next batch."""
         self._check_open()
-        self._runner.reset(index)
+        with self._turn.taken():
+            self._group.reset(index)
 
     def set_seed(self, seed: int) -> None:
-        """Begin new episodes under a new seed with the next batch."""
+        """Begin new episodes under a new seed with the next batch; what is collected already is dropped."""
         self._check_open()
-        self._place = Placement(
-            entropy=resolve_entropy(seed),
-            stage=self._place.stage,
-            rank=self._place.rank,
-            world_size=self._place.world_size,
-        )
-        self._reseed()
+        self._place = replace(self._place, entropy=resolve_entropy(seed))
+        with self._turn.taken():
+            self._reseed()
 
     def statistics(self) -> dict[str, Any]:
         """Counters as plain numbers. ``frames_stepped = frames_yielded + frames_pending + frames_dropped`` always.
 
-        Frames that were stepped but never handed out (an error in mid-batch, a row beyond the budget) are dropped.
+        Frames that were stepped but never handed out (an error in mid-batch, a row beyond the budget, a batch that was
+        too old) are dropped; those of a batch that a worker died in are not known to have been stepped. Frames that
+        wait to be handed out are pending. Seconds are those of the busiest worker.
         """
-        stepped = self._before_resume + self._runner.frames_stepped
-        return {
-            "frames_stepped": stepped,
-            "frames_yielded": self._yielded,
-            "frames_pending": 0,
-            "frames_dropped": stepped - self._yielded,
-            "batches": self._batches,
-            "total_frames": self.total_frames,
-            "policy_version": self._version,
-            "env_s": self._runner.times.env_s,
-            "policy_s": self._runner.times.policy_s,
-        }
+        with self._turn.taken():
+            stepped, pending = self._budget.before_resume + self._group.frames_stepped, self._gatherer.frames_pending
+            return {
+                "frames_stepped": stepped,
+                "frames_yielded": self._budget.yielded,
+                "frames_pending": pending,
+                "frames_dropped": stepped - self._budget.yielded - pending,
+                "batches": self._budget.batches,
+                "total_frames": self.total_frames,
+                "policy_version": self.policy_version,
+                **self._group.statistics(),
+                **self._gatherer.statistics(),
+            }
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists: counters, ids, versions and seeds; loads with ``weights_only=True``."""
-        return {
-            "frames_stepped": self._before_resume + self._runner.frames_stepped,
-            "frames_yielded": self._yielded,
-            "batches": self._batches,
-            "policy_version": self._version,
-            "trajectories": self._runner.running_trajectories,
-            "warm_up_steps": self._runner.warm_up_steps,
-            "entropy": self._place.entropy,
-            "restart": self._restart,
-        }
+        """Plain numbers and lists, for ``weights_only=True``: counters, ids, versions and seeds. Asks no worker."""
+        with self._turn.taken():
+            return {
+                "frames_stepped": self._budget.before_resume + self._group.frames_stepped,
+                "frames_yielded": self._budget.yielded,
+                "batches": self._budget.batches,
+                "policy_version": self.policy_version,
+                "trajectories": self._group.trajectories,
+                "warm_up_steps": self._group.warm_up_steps,
+                "entropy": self._place.entropy,
+                "restart": self._restart,
+            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another run was left: counters, versions and ids continue, episodes begin anew.
 
         The inside of an episode cannot be restored; the copies begin new episodes, under seeds that no earlier part
-        of the run has used.
+        of the run has used. The number of workers may be another one.
 
         Raises:
             ValueError: if the state was made with another number of env copies.
         """
-        self._check_open()
+        self._check_idle()
         if len(state["trajectories"]) != self.num_envs:
             raise ValueError(
                 f"the state is of {len(state['trajectories'])} env copies, this collector has {self.num_envs}; "
                 f"use num_envs={len(state['trajectories'])}"
             )
-        stepped = max(state["frames_stepped"], self._before_resume + self._runner.frames_stepped)
-        self._before_resume = stepped - self._runner.frames_stepped
-        self._yielded, self._batches = state["frames_yielded"], state["batches"]
-        self._version, self._restart = state["policy_version"], state["restart"] + 1
-        self._place = Placement(
-            entropy=state["entropy"], stage=self._place.stage, rank=self._place.rank, world_size=self._place.world_size
-        )
+        self._gatherer.discard()
+        stepped = max(state["frames_stepped"], self._budget.before_resume + self._group.frames_stepped)
+        self._budget.before_resume = stepped - self._group.frames_stepped
+        self._budget.yielded, self._budget.batches = state["frames_yielded"], state["batches"]
+        self._restart = state["restart"] + 1
+        self._place = replace(self._place, entropy=state["entropy"])
         self._reseed()
-        self._runner.resume(state["trajectories"], state["warm_up_steps"])
+        self._group.resume(state["trajectories"], state["warm_up_steps"], state["policy_version"])
 
     def shutdown(self) -> None:
-        """Close the envs; may be called again."""
-        if not self._closed:
-            self._closed = True
-            self._runner.close()
+        """Close the envs and end the workers, within the backend's `shutdown_timeout_s` and a few seconds.
+
+        May be called again.
+
+        Raises:
+            WorkerFailedError: if an env raised in its `close`; all are closed all the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        pump, self._pump = self._pump, None
+        try:
+            if pump is not None:
+                pump.stop()
+        finally:
+            self._group.close()
+        if pump is not None:
+            pump.check()
+
+    def _next(self, timeout_s: float | None) -> TensorDictBase | None:
+        """One batch, None if there was none in time."""
+        if self._inlet:
+            self.receive_weights()
+        counted = 0
+        while counted == 0:  # a short batch can be spent on resetting alone, and nobody can learn from it
+            left = self.frames_left
+            batch = self._gatherer.collect(self.frames_per_batch, left, timeout_s)
+            if batch is None:
+                return None
+            counted = count_frames(batch)
+        self._budget.count(counted)
+        assert batch is not None
+        return batch[0] if self._unbatched else batch
+
+    def _next_in_background(self, timeout_s: float) -> TensorDictBase | None:
+        if self.frames_left == 0:
+            raise StopIteration
+        self._output.begin()
+        return self._next(timeout_s)
 
     def _reseed(self) -> None:
-        self._runner.reseed(*self._place.streams(self._runner.indices, self._restart))
-
-    def _check_counts(self) -> None:
-        """The copies are known for sure only now: a factory may have made a vector env."""
-        try:
-            check_frames(self.frames_per_batch, self.total_frames, self.num_envs, self.num_envs)
-        except BaseException:
-            self._runner.close()
-            raise
+        self._gatherer.discard()
+        self._group.reseed(self._place, self._restart)
 
     def _check_open(self) -> None:
         if self._closed:
             raise CollectorClosedError("the collector is closed; build a new one")
+        if self._pump is not None:
+            self._pump.check()
 
-    def _spent(self) -> BudgetSpentError:
-        return BudgetSpentError(
-            f"all {self.total_frames} frames of total_frames have been collected; raise the budget or build a new "
-            f"collector"
-        )
-
-
-def refuse_later(**settings: object) -> None:
-    """Refuse settings of parts that are still to come.
-
-    Raises:
-        ValueError: if one of them is given.
-    """
-    for name, value in settings.items():
-        if value is not None:
-            raise ValueError(f"{name} is not available in this version : expected None, got {value!r}")
+    def _check_idle(self) -> None:
+        self._check_open()
+        if self._pump is not None:
+            raise RuntimeError("frames are collected in the background; call async_shutdown() first")

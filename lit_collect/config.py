@@ -242,6 +242,17 @@ def check_frames(frames_per_batch: int, total_frames: int, num_envs: int, copies
         )
 
 
+def refuse_later(**settings: object) -> None:
+    """Refuse settings of parts that are still to come.
+
+    Raises:
+        ValueError: if one of them is given.
+    """
+    for name, value in settings.items():
+        if value is not None:
+            raise ValueError(f"{name} is not available in this version : expected None, got {value!r}")
+
+
 def _at_least(name: str, value: int, least: int, *, or_none: bool = False) -> None:
     _check_integer(name, value)
     if value < least:

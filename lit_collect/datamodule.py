@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -18,7 +19,7 @@ from lit_collect.backends import Backend, resolve_backend
 from lit_collect.callbacks._source import find_callback
 from lit_collect.callbacks.budget import FrameBudget
 from lit_collect.callbacks.weight_sync import WeightSync
-from lit_collect.collector import Collector, refuse_later
+from lit_collect.collector import Collector
 from lit_collect.config import (
     DeviceConfig,
     EvaluationConfig,
@@ -27,6 +28,7 @@ from lit_collect.config import (
     TrajectoryConfig,
     UpdateConfig,
     check_frames,
+    refuse_later,
 )
 from lit_collect.dataset import CollectorDataset, CollectorLoader
 from lit_collect.envs.factories import EnvLike, resolve_env
@@ -39,6 +41,7 @@ from lit_collect.seeding import Placement, Stage, resolve_entropy
 C = TypeVar("C")
 Listener = Callable[[TensorDictBase], None]
 _DEFAULT_ENVS = 8
+_SECONDS = ("env_s", "policy_s", "transfer_s", "busy_s", "collect_s", "weight_sync_s")
 
 
 class CollectorDataModule(L.LightningDataModule):
@@ -104,7 +107,9 @@ class CollectorDataModule(L.LightningDataModule):
         evaluation = _config(EvaluationConfig, evaluation)
         self._source = resolve_env(env)
         self._num_envs = num_envs if num_envs is not None else self._source.num_envs
-        known = self._num_envs if self._num_envs is not None else _DEFAULT_ENVS if isinstance(env, str) else 1
+        self._backend = resolve_backend(backend)
+        self._default_envs = -(-_DEFAULT_ENVS // self._backend.num_collectors) * self._backend.num_collectors
+        known = self._num_envs if self._num_envs is not None else self._default_envs if isinstance(env, str) else 1
         check_frames(frames_per_batch, total_frames, known, known)
         refuse_later(trajectories=trajectories, replay=replay)
         self.frames_per_batch = frames_per_batch
@@ -113,12 +118,12 @@ class CollectorDataModule(L.LightningDataModule):
         """Called with each whole batch [N, T] before it is trained on."""
         self.round_listeners: list[Listener] = []
         """Called with each round of evaluation episodes [B, Tmax]."""
-        self.seconds = {"env_s": 0.0, "policy_s": 0.0, "collect_s": 0.0, "weight_sync_s": 0.0}
-        """Seconds spent so far, in this process."""
+        self.seconds = dict.fromkeys(_SECONDS, 0.0)
+        """Seconds spent so far: in envs and in the policy (of the busiest worker), on handing batches over, in
+        rollouts (mean of the workers), on waiting for batches, on publishing weights."""
         self._policy = policy
         self._rollout, self._updates, self._devices = rollout, updates, devices
         self._evaluation = None if self._source.live else evaluation
-        self._backend = resolve_backend(backend)
         self._entropy = resolve_entropy(seed) if seed is not None else None
         self._probe = SpaceProbe(self._source)
         self._collector: Collector | None = None
@@ -298,11 +303,16 @@ class CollectorDataModule(L.LightningDataModule):
         self._publish(collector)
         batch = collector.collect()
         statistics = collector.statistics()
-        self.seconds.update(env_s=statistics["env_s"], policy_s=statistics["policy_s"])
+        self.seconds.update({name: statistics[name] for name in ("env_s", "policy_s", "transfer_s", "busy_s")})
         self.seconds["collect_s"] += perf_counter() - began
         for listener in self.rollout_listeners:
             listener(batch)
         return self._prepared(batch)
+
+    def publish_in_between(self) -> None:
+        """Publish changed weights now if workers go on while the learner learns (see `WeightSync`)."""
+        if self._collector is not None and not self._backend.sync:
+            self._publish(self._collector)
 
     def close(self) -> None:
         """Close all envs; may be called again."""
@@ -318,6 +328,8 @@ class CollectorDataModule(L.LightningDataModule):
 
     def _started(self) -> Collector:
         if self._collector is None:
+            if not self._backend.in_process:
+                self._probe.close()  # its env cannot travel to a worker
             self._collector = Collector(
                 self._probe.handed_over(),
                 self._acting_policy(),
@@ -329,6 +341,9 @@ class CollectorDataModule(L.LightningDataModule):
                 backend=self._backend,
                 seed=self._place("train"),
             )
+            self._collector.workers.while_waiting = self._check_signals
+            if (sync := self._weight_sync) is not None and sync.max_staleness is not None:
+                self._collector.workers.max_staleness = sync.max_staleness
             copies = self._collector.num_envs
             check_frames(self.frames_per_batch, self.total_frames, copies, copies * self._world_size)
             self._beginning = self._collector.state_dict()
@@ -336,13 +351,19 @@ class CollectorDataModule(L.LightningDataModule):
                 self._go_on_from(self._collector, self._state)
         return self._collector
 
+    def _check_signals(self) -> None:
+        """Stop waiting for frames when the process was told to end: Lightning would look only after the batch."""
+        if self.trainer is not None and self.trainer.received_sigterm:
+            raise SIGTERMException
+
     def _go_on_from(self, collector: Collector, state: dict[str, Any]) -> None:
         collector.load_state_dict(state)
         if (sync := self._weight_sync) is not None:
             sync.mark_changed()  # nobody watched the weights between that state and now
 
     def _publish(self, collector: Collector) -> None:
-        if (sync := self._weight_sync) is not None and sync.take_change():
+        sync = self._weight_sync
+        if sync is not None and sync.take_change(1 if self._backend.sync else sync.every_n_steps):
             began = perf_counter()
             collector.update_policy_weights_()
             self.seconds["weight_sync_s"] += perf_counter() - began
@@ -402,7 +423,7 @@ class CollectorDataModule(L.LightningDataModule):
             entropy = self._evaluation.seed
         rank = 0 if self.trainer is None else self.trainer.global_rank
         return Placement(
-            entropy=entropy, stage=stage, rank=rank, world_size=self._world_size, default_envs=_DEFAULT_ENVS
+            entropy=entropy, stage=stage, rank=rank, world_size=self._world_size, default_envs=self._default_envs
         )
 
     @property

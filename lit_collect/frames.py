@@ -27,6 +27,9 @@ TRAJ_IDS: Key = ("collector", "traj_ids")  # [N, T] int64, k-th trajectory of gl
 POLICY_VERSION: Key = ("collector", "policy_version")  # [N, T] int64, version of the weights that acted; -1: at random
 MASK: Key = ("collector", "mask")  # [N, T] bool, only where rows may be padding or no transition
 
+NO_TRAJECTORY = -1
+"""The id of rows that are padding or no transition."""
+
 RESERVED = frozenset({"action", "done", "terminated", "truncated", "is_init", "next", "collector"})
 """Names at the root of a batch that neither an env's own keys nor the policy's outputs may take."""
 
@@ -61,10 +64,30 @@ def valid_rows(batch: TensorDictBase) -> torch.Tensor | None:
     return batch.get(MASK, None)
 
 
+def columns_of(batch: TensorDictBase) -> dict[Key, torch.Tensor]:
+    """All leaves of a batch by key, not copied."""
+    return {as_key(key): column for key, column in batch.items(True, True)}  # type: ignore[misc]  # leaves only
+
+
 def count_frames(batch: TensorDictBase) -> int:
     """How many transitions a batch holds (masked rows are none)."""
     mask = valid_rows(batch)
     return batch.numel() if mask is None else int(mask.sum())
+
+
+def limit_frames(batch: TensorDictBase, limit: int) -> TensorDictBase:
+    """Mask the rows beyond a number of transitions, counted step by step over all env copies.
+
+    Args:
+        batch: [N, T]; owned by the caller, who gets it back.
+        limit: transitions that stay.
+    """
+    mask = valid_rows(batch)
+    mask = torch.ones(batch.batch_size, dtype=torch.bool) if mask is None else mask
+    order = mask.T.reshape(-1).cumsum(0).reshape(mask.T.shape).T
+    batch[MASK] = mask & (order <= limit)
+    batch[TRAJ_IDS].masked_fill_(order > limit, NO_TRAJECTORY)
+    return batch
 
 
 def check_batch(batch: TensorDictBase) -> None:

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lit_collect.assembly import Assembly, Episodes
+from lit_collect.assembly import PRIVATE, Assembly, Episodes, Storage
 from lit_collect.columns import Columns, store
 from lit_collect.config import RolloutConfig
 from lit_collect.envs.base import BatchedEnv, Final
@@ -41,6 +41,7 @@ class RolloutRunner:
         actor: who acts.
         warm_up: who acts for the first `warm_up_steps` steps.
         warm_up_steps: steps that are acted at random.
+        threads: of torch, while a batch is made.
         config: how batches are collected.
         indices: global indices of the env copies.
         total_copies: env copies over all workers and ranks.
@@ -61,6 +62,7 @@ class RolloutRunner:
         stream: RandomStream,
         warm_up: Actor,
         warm_up_steps: int = 0,
+        threads: int = 1,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.env = env
@@ -74,7 +76,8 @@ class RolloutRunner:
         self._episodes = Episodes(indices, total_copies)
         self._seeds: Sequence[int] | None = seeds
         self._stream = stream
-        self._encode = ActionEncoder(env.action_spec, clip=config.clip_actions)
+        self._encode = ActionEncoder(env.action_spec, clip=config.clip_actions, first=env.first)
+        self._threads = threads
         self._clock = clock
         self._columns: Columns | None = None
         self._ready = False  # whether the columns hold what the policy sees next; else reset first
@@ -85,16 +88,24 @@ class RolloutRunner:
         """For each copy the number of its first trajectory that is not begun yet."""
         return self._episodes.next_numbers
 
-    def collect(self, steps: int, version: int, frame_limit: int | None = None) -> TensorDict:
+    def collect(
+        self,
+        steps: int,
+        version: int,
+        *,
+        storage: Storage = PRIVATE,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> TensorDict:
         """Make one batch.
 
         Args:
             steps: T.
             version: of the weights that act.
-            frame_limit: rows beyond that many transitions are masked (only sources whose rows may be none).
+            storage: where the large columns lie.
+            interrupted: asked after each step; if it says so, the batch ends there.
 
         Returns:
-            [N, T] as `lit_collect.frames` describes it, owned by the caller.
+            [N, T] as `lit_collect.frames` describes it, owned by the caller; fewer steps after an interruption.
 
         Raises:
             WorkerFailedError: if the env or its constructor raised.
@@ -104,15 +115,18 @@ class RolloutRunner:
         if self._closed:
             raise CollectorClosedError("the collector is closed; build a new one")
         random_steps = min(self.warm_up_steps, steps)
-        assembly = Assembly(steps, self.env.num_envs, observation_spec=self.env.observation_spec)
+        assembly = Assembly(steps, self.env.num_envs, observation_spec=self.env.observation_spec, storage=storage)
         try:
-            with self._stream.active(), _one_thread():
+            with self._stream.active(), _torch_threads(self._threads):
                 if not self._ready or self._config.reset_at_each_iter:
                     self._reset(steps)
-                self._roll(assembly, steps, random_steps)
+                made = self._roll(assembly, steps, random_steps, interrupted)
+            if made < steps:
+                assembly.cut(made)
+                random_steps = min(random_steps, made)
             if self._config.check_finite:
                 assembly.check_finite()
-            batch = self._finish(assembly, version, random_steps, frame_limit)
+            batch = self._finish(assembly, version, random_steps)
         except BaseException:  # what the envs went through is lost, so the next batch begins new episodes
             self._abandon()
             raise
@@ -175,8 +189,8 @@ class RolloutRunner:
         self._episodes.leave()
         self._ready = False
 
-    def _roll(self, assembly: Assembly, steps: int, random_steps: int) -> None:
-        """Fill the batch, window by window."""
+    def _roll(self, assembly: Assembly, steps: int, random_steps: int, interrupted: Callable[[], bool] | None) -> int:
+        """Fill the batch, window by window; returns how many steps were made."""
         columns = self._columns
         assert columns is not None
         changes = [column._version for column in columns.observations]
@@ -188,17 +202,22 @@ class RolloutRunner:
             start = 0
             while start < steps:
                 actor, end = (self._warm_up, random_steps) if start < random_steps else (self.actor, steps)
-                stop = min(start + columns.steps, end)
-                finals = self._act(actor, columns, stop - start)
-                assembly.take(columns, start, stop, keys=actor.keys, finals=finals)
-                columns.turn(stop - start)
-                start = stop
+                wanted = min(columns.steps, end - start)
+                made, finals = self._act(actor, columns, wanted, interrupted)
+                assembly.take(columns, start, start + made, keys=actor.keys, finals=finals)
+                columns.turn(made)
+                start += made
+                if made < wanted:
+                    break
         # Only NumPy writes observations, which leaves torch's version counters alone: a change is the policy's doing.
         if changes != [column._version for column in columns.observations]:
             raise FrameContractError("the policy changed its observation in place; let it work on a copy")
+        return start
 
-    def _act(self, actor: Actor, columns: Columns, steps: int) -> list[tuple[int, Final]]:
-        """Fill the first steps of the window; this is the hot loop."""
+    def _act(
+        self, actor: Actor, columns: Columns, steps: int, interrupted: Callable[[], bool] | None
+    ) -> tuple[int, list[tuple[int, Final]]]:
+        """Fill the first steps of the window and say how many; this is the hot loop."""
         clock, encode, step_into = self._clock, self._encode, self.env.step_into
         inputs, slots = columns.inputs, columns.slots
         actions, targets = columns.actions, columns.known_targets(actor.keys)
@@ -222,11 +241,13 @@ class RolloutRunner:
                 stepped += 1
                 if ended:
                     finals += [(t, final) for final in ended]
+                if interrupted is not None and interrupted():
+                    break
         finally:  # frames that an error takes away were stepped all the same; rows spent on resetting are no frames
             self.frames_stepped += int(np.count_nonzero(columns.valid[:stepped]))
             self.times.policy_s += policy_s
             self.times.env_s += env_s
-        return finals
+        return stepped, finals
 
     def _learn_outputs(self, columns: Columns) -> None:
         """See before the first random step what the policy gives, so that all rows have it; moves no random numbers."""
@@ -234,7 +255,7 @@ class RolloutRunner:
             values = self.actor(columns.inputs[0])
         columns.targets(self.actor.keys, values)
 
-    def _finish(self, assembly: Assembly, version: int, random_steps: int, frame_limit: int | None) -> TensorDict:
+    def _finish(self, assembly: Assembly, version: int, random_steps: int) -> TensorDict:
         """Complete the outputs, say which rows count, and make the batch."""
         if self._config.set_truncated:
             assembly.truncated[-1] = True
@@ -245,24 +266,19 @@ class RolloutRunner:
             completed = self.actor.complete(acted)
             if random_steps:
                 completed = {key: _after_zeros(value, random_steps) for key, value in completed.items()}
-        mask = None
-        if self.env.may_mask:
-            valid = assembly.valid
-            mask = valid.copy()
-            if frame_limit is not None:
-                mask &= (np.cumsum(valid.ravel()) <= frame_limit).reshape(valid.shape)
+        mask = assembly.valid.copy() if self.env.may_mask else None
         return assembly.finish(self._episodes, versions=versions, completed=completed, mask=mask)
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """One torch thread: acting is many small operations, which more threads slow down, on a busy machine badly."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _torch_threads(count: int) -> Iterator[None]:
+    """One thread as a rule: acting is many small operations, which more threads slow down, on a busy machine badly."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def _after_zeros(value: Tensor, steps: int) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 Weights = nn.Module | TensorDictBase | Mapping[str, object]
 """What may stand for the weights of one model: a module, its TensorDict, or a (nested) mapping of tensors."""
@@ -41,6 +42,45 @@ class WeightSnapshot:
             for model_id, weights in models.items()
         }
         return cls(models=copied, version=version)
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """What weights of a model must look like."""
+
+    shapes: Mapping[str, tuple[int, ...] | None]
+    """By dotted name; None for lazy parameters, which have no shape yet."""
+    saved: frozenset[str]
+    """Names that must be given; the others are buffers that are never saved."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "ModelShapes":
+        """Those of a module."""
+        tensors, saved = named_tensors(module), module.state_dict().keys()
+        return cls(
+            shapes={name: None if is_lazy(tensor) else tuple(tensor.shape) for name, tensor in tensors.items()},
+            saved=frozenset(name for name in tensors if name in saved),
+        )
+
+
+def check_fit(source: Mapping[str, Tensor], expected: ModelShapes) -> None:
+    """Raise unless tensors fit a model.
+
+    Args:
+        source: by dotted name.
+        expected: of the model.
+
+    Raises:
+        ValueError: naming the names that are missing or unknown, or the shape that differs.
+    """
+    missing = sorted(expected.saved - source.keys())
+    unknown = sorted(source.keys() - expected.shapes.keys())
+    if missing or unknown:
+        raise ValueError(f"weights do not fit the policy: missing {missing}, unknown {unknown}")
+    for name, tensor in source.items():
+        shape = expected.shapes[name]
+        if shape is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"weight {name!r} must have shape {shape}, got {tuple(tensor.shape)}")
 
 
 def named_tensors(weights: Weights) -> dict[str, Tensor]:
@@ -80,14 +120,7 @@ def copy_weights(source: Mapping[str, Tensor], module: nn.Module) -> None:
         ValueError: naming the names that are missing or unknown, or the shape that differs.
     """
     target = named_tensors(module)
-    kept = module.state_dict().keys()  # without buffers that are never saved, which need not be given
-    missing = sorted(name for name in target.keys() - source.keys() if name in kept)
-    unknown = sorted(source.keys() - target.keys())
-    if missing or unknown:
-        raise ValueError(f"weights do not fit the policy: missing {missing}, unknown {unknown}")
-    for name, tensor in source.items():
-        if tensor.shape != target[name].shape:
-            raise ValueError(f"weight {name!r} must have shape {tuple(target[name].shape)}, got {tuple(tensor.shape)}")
+    check_fit(source, ModelShapes.of(module))
     with torch.no_grad():
         for name, tensor in source.items():
             if tensor is not target[name]:

@@ -17,6 +17,8 @@ import pytest
 import torch
 import tqdm
 
+from lit_collect.backends._nursery import lease, release
+
 ROOT = Path(__file__).resolve().parents[1]
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
@@ -143,6 +145,16 @@ class Hygiene:
         before.restore()
         if left:
             pytest.fail("the test left behind: " + ", ".join(left), pytrace=False)
+
+    @pytest.fixture(scope="session")
+    def nursery(self) -> Iterator[None]:
+        """Keep the process that starts workers: starting it takes seconds, which each test would pay for anew.
+
+        Tests that are about its own life must not use this.
+        """
+        kept = lease(1)
+        yield
+        release(kept, 5.0)
 
     @pytest.fixture(autouse=True)
     def own_folder(self, no_leaks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,19 @@
 import pytest
 
-from lit_collect import BackendUnavailableError, DirectBackend
+from lit_collect import BackendUnavailableError, Collector, DirectBackend, NoSync, ProcessBackend, WeightSyncScheme
 from lit_collect.backends import Backend, resolve_backend
-from lit_collect.config import RolloutConfig
-from lit_collect.envs.factories import resolve_env
-from lit_collect.rollout import RolloutRunner
+from lit_collect.backends.base import Launcher
 from lit_collect.seeding import Placement
 from lit_collect.testing import CountingEnv
-from lit_collect.worker import WorkerSpec
 
 
 @pytest.mark.parametrize("name", ["direct", "auto"])
 def test_resolve_backend_of_a_name_gives_its_kind(name):
     assert isinstance(resolve_backend(name), DirectBackend)
+
+
+def test_resolve_backend_of_process_gives_its_kind():
+    assert isinstance(resolve_backend("process"), ProcessBackend)
 
 
 def test_resolve_backend_of_an_object_gives_that_object():
@@ -21,13 +22,13 @@ def test_resolve_backend_of_an_object_gives_that_object():
 
 
 def test_resolve_backend_of_an_unknown_name_lists_the_choices():
-    with pytest.raises(ValueError, match="backend must be one of auto, direct, got 'threads'"):
+    with pytest.raises(ValueError, match="backend must be one of auto, direct, process, got 'threads'"):
         resolve_backend("threads")
 
 
-@pytest.mark.parametrize("name", ["process", "ray", "rpc", "distributed", "submitit"])
+@pytest.mark.parametrize("name", ["ray", "rpc", "distributed", "submitit"])
 def test_resolve_backend_of_one_that_is_to_come_says_what_there_is(name):
-    with pytest.raises(BackendUnavailableError, match=f"backend '{name}' is not in this version; use direct"):
+    with pytest.raises(BackendUnavailableError, match=f"backend '{name}' is not in this version; use direct, process"):
         resolve_backend(name)
 
 
@@ -39,27 +40,23 @@ def test_resolve_backend_of_anything_else_raises(backend):
 
 def test_backend_of_ones_own_starts_what_collects():
     class Counted(Backend):
+        in_process = True
         started = 0
 
-        def start(self, spec: WorkerSpec) -> RolloutRunner:
+        def launcher(self) -> Launcher:
             self.started += 1
-            return DirectBackend().start(spec)
+            return DirectBackend().launcher()
+
+        def scheme(self) -> WeightSyncScheme:
+            return NoSync()
 
     backend = Counted()
-    runner = resolve_backend(backend).start(
-        WorkerSpec(
-            source=resolve_env(CountingEnv),
-            policy=None,
-            rollout=RolloutConfig(),
-            num_envs=2,
-            place=Placement(entropy=3, rank=1, world_size=2),
-        )
-    )
-    batch = runner.collect(4, version=9)
-    runner.close()
+    place = Placement(entropy=3, rank=1, world_size=2)
+    with Collector(CountingEnv, num_envs=2, frames_per_batch=8, backend=backend, seed=place) as collector:
+        batch = collector.collect()
     assert backend.started == 1
     assert batch["collector", "traj_ids"][:, 0].tolist() == [2, 3]  # rank 1 has the copies 2 and 3 of 4
-    assert batch["collector", "policy_version"].unique().tolist() == [9]
+    assert batch["collector", "policy_version"].unique().tolist() == [0]
 
 
 def test_direct_backend_is_written_as_it_is_made():

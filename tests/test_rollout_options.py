@@ -15,7 +15,7 @@ from torch import Tensor, distributions
 from lit_collect.config import RolloutConfig
 from lit_collect.envs.factories import resolve_env
 from lit_collect.errors import FrameContractError, WorkerFailedError
-from lit_collect.frames import check_batch, count_frames
+from lit_collect.frames import check_batch, count_frames, limit_frames
 from lit_collect.rollout import RolloutRunner
 from lit_collect.seeding import Placement, RandomStream, env_seeds
 from lit_collect.testing import CountingEnv, FailingEnv, ScriptedEnv
@@ -394,7 +394,7 @@ def test_rows_that_are_no_transitions_are_masked_and_not_counted():
         assert one.frames_stepped == sum(map(count_frames, batches)) == int(mask.sum()) < 80
         traj_ids = torch.cat([batch["collector", "traj_ids"] for batch in batches], 1)
         assert torch.equal(traj_ids == -1, ~mask)
-        cut = one.collect(10, version=0, frame_limit=5)
+        cut = limit_frames(one.collect(10, version=0), 5)
         check_batch(cut)
         assert count_frames(cut) == 5
         assert (cut["collector", "mask"].sum(0) > 0).nonzero().max() <= 4  # the first ones in time

@@ -2,10 +2,11 @@
 
 from lit_collect.backends.base import Backend
 from lit_collect.backends.direct import DirectBackend
+from lit_collect.backends.process import ProcessBackend
 from lit_collect.errors import BackendUnavailableError
 
-_BY_NAME: dict[str, type[Backend]] = {"direct": DirectBackend}
-_PLANNED = ("process", "ray", "rpc", "distributed", "submitit")
+_BY_NAME: dict[str, type[Backend]] = {"direct": DirectBackend, "process": ProcessBackend}
+_PLANNED = ("ray", "rpc", "distributed", "submitit")
 
 
 def resolve_backend(backend: Backend | str) -> Backend:
@@ -33,4 +34,4 @@ def resolve_backend(backend: Backend | str) -> Backend:
     return _BY_NAME[backend]()
 
 
-__all__ = ["Backend", "DirectBackend", "resolve_backend"]
+__all__ = ["Backend", "DirectBackend", "ProcessBackend", "resolve_backend"]

@@ -21,6 +21,9 @@ class Collection(Protocol):
     total_frames: int
     """The budget over all ranks, -1 for none."""
 
+    def publish_in_between(self) -> None:
+        """Publish changed weights while collectors go on; does nothing where they wait for the next batch anyway."""
+
     @property
     def frames_total(self) -> int:
         """Frames handed out so far, over all ranks."""
@@ -31,7 +34,7 @@ class Collection(Protocol):
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Seconds spent so far in this process: ``env_s``, ``policy_s``, ``collect_s``, ``weight_sync_s``."""
+        """Seconds spent so far (see `CollectorDataModule.seconds`)."""
 
 
 def find_collection(trainer: L.Trainer) -> Collection | None:

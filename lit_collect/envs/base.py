@@ -79,6 +79,8 @@ class BatchedEnv(ABC):
     """What one copy observes."""
     action_spec: TreeSpec
     """What one copy takes."""
+    first: int = 0
+    """Index of the first copy among those of its rank, for messages."""
     may_mask: bool = False
     """Whether a step can be spent on resetting, so that rows may be no transitions."""
 

@@ -22,6 +22,7 @@ class DirectEnv(BatchedEnv):
         keep_float64: store float64 observations as they are instead of as float32.
         max_frames_per_traj: cut episodes after that many frames (truncated, not terminated).
         owned: whether `close` closes the copies.
+        first: index of the first copy among those of its rank, for messages.
 
     Raises:
         ValueError: if the spaces of two copies differ.
@@ -35,8 +36,10 @@ class DirectEnv(BatchedEnv):
         keep_float64: bool = False,
         max_frames_per_traj: int | None = None,
         owned: bool = True,
+        first: int = 0,
     ) -> None:
         self.envs = tuple(envs)
+        self.first = first
         self.num_envs = len(self.envs)
         self.observation_spec = TreeSpec.of(self.envs[0].observation_space, "observation", keep_float64=keep_float64)
         self.action_spec = TreeSpec.of(self.envs[0].action_space, "action")
@@ -77,7 +80,7 @@ class DirectEnv(BatchedEnv):
             try:
                 env.close()
             except Exception as error:  # the others must be closed all the same
-                failures.append(env_failed(f"env copy {index}", "close", error))
+                failures.append(env_failed(self._name(index), "close", error))
         if failures:
             raise failures[0]
 
@@ -160,18 +163,24 @@ class DirectEnv(BatchedEnv):
         if isinstance(error, WorkerFailedError):
             return error
         if isinstance(error, FrameContractError):
-            return FrameContractError(f"env copy {index}, {doing}: {error}")
+            return FrameContractError(f"{self._name(index)}, {doing}: {error}")
         if isinstance(error, (TypeError, ValueError)) and error.__traceback__ and error.__traceback__.tb_next is None:
             # Raised in this file, not below it: the tuple could not be unpacked or the reward is no number.
             return FrameContractError(
-                f"env copy {index}, {doing}: expected (observation, reward, terminated, truncated, info) "
+                f"{self._name(index)}, {doing}: expected (observation, reward, terminated, truncated, info) "
                 f"with a number as the reward ({error})"
             )
-        return env_failed(f"env copy {index}", doing, error)
+        return env_failed(self._name(index), doing, error)
+
+    def _name(self, index: int) -> str:
+        return f"env copy {self.first + index}"
 
     def _check_spaces(self) -> None:
         for index, env in enumerate(self.envs[1:], start=1):
             for name in ("observation_space", "action_space"):
-                first, other = getattr(self.envs[0], name), getattr(env, name)
-                if first != other:
-                    raise ValueError(f"{name} of env copy {index} differs : expected {first} as in copy 0, got {other}")
+                expected, other = getattr(self.envs[0], name), getattr(env, name)
+                if expected != other:
+                    raise ValueError(
+                        f"{name} of {self._name(index)} differs : "
+                        f"expected {expected} as in copy {self.first}, got {other}"
+                    )

@@ -1,15 +1,22 @@
-"""What a user may pass as `env`, and how it becomes a `BatchedEnv`: `GymEnvFactory`, `resolve_env`, `EnvSource`."""
+"""What a user may pass as `env`, and how it becomes a `BatchedEnv`: `GymEnvFactory`, `resolve_env`, `EnvSource`.
+
+An `EnvSource` travels to another process by cloudpickle, and `registrations` say what its ids mean there.
+"""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
+import linecache
 import re
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
+from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 from gymnasium.vector import VectorEnv
 
 from lit_collect.config import RolloutConfig
@@ -130,13 +137,14 @@ class EnvSource:
             for index in indices:
                 envs.append(self.make(index))
                 if isinstance(envs[0], VectorEnv):
-                    return self._adapt(envs[0], None if num_envs is None else len(indices), rollout)
+                    return self._adapt(envs[0], indices, fixed=num_envs is not None, rollout=rollout)
                 self._check(envs, index)
             return DirectEnv(
                 envs,
                 keep_float64=rollout.keep_float64,
                 max_frames_per_traj=rollout.max_frames_per_traj,
                 owned=not self.live,
+                first=indices.start,
             )
         except BaseException:
             if not self.live:
@@ -155,19 +163,22 @@ class EnvSource:
         except Exception as error:
             raise env_failed(f"env copy {index}", "its constructor", error) from error
 
-    def _adapt(self, env: VectorEnv[Any, Any, Any], copies: int | None, rollout: RolloutConfig) -> VectorEnvAdapter:
+    def _adapt(
+        self, env: VectorEnv[Any, Any, Any], indices: range, *, fixed: bool, rollout: RolloutConfig
+    ) -> VectorEnvAdapter:
         if len(self.makers) > 1 or (self.num_envs is not None and not self.live):
             raise TypeError(f"a sequence holds makers of single envs : expected gymnasium.Env, got {env}")
-        if copies is not None and copies != env.num_envs:
+        if fixed and len(indices) != env.num_envs:
             raise ValueError(
                 f"num_envs does not fit {self.description}, a vector env of {env.num_envs} copies : "
-                f"expected {env.num_envs} or None, got {copies}"
+                f"expected {env.num_envs} or None, got {len(indices)}"
             )
         return VectorEnvAdapter(
             env,
             keep_float64=rollout.keep_float64,
             max_frames_per_traj=rollout.max_frames_per_traj,
             owned=not self.live,
+            first=indices.start,
         )
 
     def _check(self, envs: Sequence[Any], index: int) -> None:
@@ -215,17 +226,71 @@ def resolve_env(env: Any) -> EnvSource:
     return EnvSource(makers=(_maker(env),), num_envs=None, live=False, description=_describe(env))
 
 
+def registrations() -> dict[str, EnvSpec]:
+    """The registered envs that a process which imports Gymnasium and nothing else does not know.
+
+    An entry point in the main script becomes the object itself (`cloudpickle` sends it whole), because another process
+    has another main script.
+
+    Returns:
+        Specs by id, in the order of their registration.
+
+    Example:
+        >>> [name for name in registrations() if name.startswith("CartPole")]
+        []
+    """
+    return {env_id: _portable(spec) for env_id, spec in gymnasium.registry.items() if not _is_gymnasiums_own(spec)}
+
+
+def register_missing(specs: Mapping[str, EnvSpec]) -> None:
+    """Register what another process knows and this one does not; only Gymnasium's own envs may be replaced.
+
+    A module that is imported later may register the same ids again: Gymnasium's warning about that is silenced.
+
+    Args:
+        specs: what `registrations` gave there.
+    """
+    known = gymnasium.registry
+    added = [env_id for env_id in specs if env_id not in known or _is_gymnasiums_own(known[env_id])]
+    gymnasium.registry.update({env_id: specs[env_id] for env_id in added})
+    if added:
+        ids = "|".join(re.escape(env_id) for env_id in added)
+        warnings.filterwarnings("ignore", rf".*Overriding environment ({ids}) already in registry")
+
+
 def _maker(env: Any) -> Callable[[], Any]:
     """What makes the env, for everything but live envs and sequences."""
     if isinstance(env, str):
         if _VERSIONED.fullmatch(env) or env in gymnasium.registry or not _DOTTED.fullmatch(env):
             return GymEnvFactory(env)
-        env = _import(env)
-    if isinstance(env, type) and issubclass(env, EnvFactory):
-        return env()
-    if callable(env) and not isinstance(env, (gymnasium.Env, VectorEnv)):
-        return env
+        path, env = env, _import(env)
+        if not path.startswith("__main__.") and _makes_envs(env):
+            return _Imported(path, env)
+    if _makes_envs(env):
+        return _instance(env)
     raise TypeError(f"env is of the wrong kind : expected {_ACCEPTED}, got {_named(env)}")
+
+
+def _makes_envs(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (gymnasium.Env, VectorEnv))
+
+
+def _instance(maker: Any) -> Callable[[], Any]:
+    return maker() if isinstance(maker, type) and issubclass(maker, EnvFactory) else maker
+
+
+class _Imported:
+    """What a dotted path leads to. Another process imports it again, so that it need not be picklable."""
+
+    def __init__(self, path: str, found: Any) -> None:
+        self._path = path
+        self._make = _instance(found)
+
+    def __call__(self) -> Any:
+        return self._make()
+
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        return _maker, (self._path,)
 
 
 def _describe(env: Any) -> str:
@@ -254,6 +319,31 @@ def _check_id(env_id: str) -> None:
         gymnasium.spec(name)
     except (gymnasium.error.Error, ImportError) as error:
         raise ValueError(f"env {env_id!r} is unknown: {str(error).rstrip('.')} : expected {_ACCEPTED}") from error
+
+
+def _is_gymnasiums_own(spec: EnvSpec) -> bool:
+    """Whether importing Gymnasium registers it, which the mere class of a user's CartPole variant does not say."""
+    entries = [entry for entry in (spec.entry_point, spec.vector_entry_point) if entry is not None]
+    modules = [entry if isinstance(entry, str) else getattr(entry, "__module__", "") for entry in entries]
+    return f'"{spec.id}"' in _registering_source() and all(name.startswith("gymnasium.") for name in modules)
+
+
+@functools.cache
+def _registering_source() -> str:
+    """The text that registers Gymnasium's own envs; empty where it cannot be had, and then they travel needlessly."""
+    return "".join(linecache.getlines(gymnasium.envs.__file__))
+
+
+def _portable(spec: EnvSpec) -> EnvSpec:
+    """The spec with its entry points in the main script replaced by what they name."""
+    return dataclasses.replace(
+        spec, entry_point=_object(spec.entry_point), vector_entry_point=_object(spec.vector_entry_point)
+    )
+
+
+def _object(entry: Any) -> Any:
+    module, _, name = entry.partition(":") if isinstance(entry, str) else ("", "", "")
+    return getattr(sys.modules["__main__"], name, entry) if module == "__main__" else entry
 
 
 def _import(path: str) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium import spaces
 
 from lit_collect.errors import FrameContractError
@@ -33,6 +34,11 @@ class LeafSpec:
     """The space's dtype: what an env returns and receives."""
     stored: np.dtype[Any]
     """What a batch holds."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """What a batch holds, for torch."""
+        return torch.from_numpy(np.empty(0, self.stored)).dtype
 
     def admit(self, value: object) -> np.ndarray:
         """Check one value that an env returned, the slow and thorough way.
@@ -149,10 +155,11 @@ class ActionEncoder:
     Args:
         spec: of one env copy's action.
         clip: whether Box actions are clipped to their bounds.
+        first: index of the first env copy among those of its rank, for messages.
     """
 
-    def __init__(self, spec: TreeSpec, *, clip: bool = True) -> None:
-        self._encoders = tuple(_leaf_encoder(leaf, clip) for leaf in spec.leaves)
+    def __init__(self, spec: TreeSpec, *, clip: bool = True, first: int = 0) -> None:
+        self._encoders = tuple(_leaf_encoder(leaf, clip, first) for leaf in spec.leaves)
 
     def __call__(self, leaves: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Encode one step.
@@ -289,19 +296,19 @@ def _rebuild(space: spaces.Space[Any], leaves: Iterator[Any]) -> Any:
     return next(leaves)
 
 
-def _leaf_encoder(leaf: LeafSpec, clip: bool) -> Callable[[np.ndarray], np.ndarray]:
+def _leaf_encoder(leaf: LeafSpec, clip: bool, first: int) -> Callable[[np.ndarray], np.ndarray]:
     space = leaf.space
     if isinstance(space, spaces.Discrete):
-        return _discrete_encoder(leaf, int(space.n), int(space.start))
+        return _discrete_encoder(leaf, int(space.n), int(space.start), first)
     if isinstance(space, spaces.MultiDiscrete):
-        return _choices_encoder(leaf, space.nvec, space.start)
+        return _choices_encoder(leaf, space.nvec, space.start, first)
     if isinstance(space, spaces.MultiBinary):
-        return _choices_encoder(leaf, np.full(leaf.shape, 2), np.zeros(leaf.shape, leaf.dtype))
+        return _choices_encoder(leaf, np.full(leaf.shape, 2), np.zeros(leaf.shape, leaf.dtype), first)
     assert isinstance(space, spaces.Box)
-    return _box_encoder(leaf, space, clip)
+    return _box_encoder(leaf, space, clip, first)
 
 
-def _discrete_encoder(leaf: LeafSpec, n: int, start: int) -> Callable[[np.ndarray], np.ndarray]:
+def _discrete_encoder(leaf: LeafSpec, n: int, start: int, first: int) -> Callable[[np.ndarray], np.ndarray]:
     name, dtype = ".".join(leaf.key), leaf.dtype
     choices = frozenset(range(n))
 
@@ -315,14 +322,16 @@ def _discrete_encoder(leaf: LeafSpec, n: int, start: int) -> Callable[[np.ndarra
         if not in_range:
             index = next(i for i, choice in enumerate(indices) if choice not in choices)
             raise FrameContractError(
-                f"{name} of env copy {index} is out of range : expected 0 to {n - 1}, got {indices[index]}"
+                f"{name} of env copy {first + index} is out of range : expected 0 to {n - 1}, got {indices[index]}"
             )
         return action if not start and action.dtype is dtype else (action + start).astype(dtype)
 
     return encode
 
 
-def _choices_encoder(leaf: LeafSpec, nvec: np.ndarray, start: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+def _choices_encoder(
+    leaf: LeafSpec, nvec: np.ndarray, start: np.ndarray, first: int
+) -> Callable[[np.ndarray], np.ndarray]:
     name = ".".join(leaf.key)
 
     def encode(action: np.ndarray) -> np.ndarray:
@@ -333,7 +342,7 @@ def _choices_encoder(leaf: LeafSpec, nvec: np.ndarray, start: np.ndarray) -> Cal
         if not good.all():
             index = int(np.argwhere(~good)[0][0])
             raise FrameContractError(
-                f"{name} of env copy {index} is out of range : expected 0 to {(nvec - 1).tolist()}, "
+                f"{name} of env copy {first + index} is out of range : expected 0 to {(nvec - 1).tolist()}, "
                 f"got {action[index].tolist()}"
             )
         return (action + start).astype(leaf.dtype)
@@ -341,7 +350,7 @@ def _choices_encoder(leaf: LeafSpec, nvec: np.ndarray, start: np.ndarray) -> Cal
     return encode
 
 
-def _box_encoder(leaf: LeafSpec, space: spaces.Box, clip: bool) -> Callable[[np.ndarray], np.ndarray]:
+def _box_encoder(leaf: LeafSpec, space: spaces.Box, clip: bool, first: int) -> Callable[[np.ndarray], np.ndarray]:
     name = ".".join(leaf.key)
     bounds = (space.low, space.high) if clip else None
     range_of_ints = np.iinfo(leaf.dtype) if leaf.dtype.kind in "iu" else None
@@ -350,7 +359,7 @@ def _box_encoder(leaf: LeafSpec, space: spaces.Box, clip: bool) -> Callable[[np.
         _check_shape(leaf, action)
         if not np.isfinite(action).all():
             index = int(np.argwhere(~np.isfinite(action))[0][0])
-            raise FrameContractError(f"{name} of env copy {index} is not finite, got {action[index].tolist()}")
+            raise FrameContractError(f"{name} of env copy {first + index} is not finite, got {action[index].tolist()}")
         if bounds is None:
             if range_of_ints is not None and not ((action >= range_of_ints.min) & (action <= range_of_ints.max)).all():
                 raise FrameContractError(f"{name} does not fit {leaf.dtype} : got {action.tolist()}")

@@ -41,6 +41,7 @@ class VectorEnvAdapter(BatchedEnv):
         keep_float64: store float64 observations as they are instead of as float32.
         max_frames_per_traj: cut episodes after that many frames (truncated, not terminated).
         owned: whether `close` closes the env.
+        first: index of its first copy among those of its rank, for messages.
 
     Raises:
         ValueError: if the mode is unknown, if episodes cannot be cut in this mode, or if the env is known to lose
@@ -63,8 +64,10 @@ class VectorEnvAdapter(BatchedEnv):
         keep_float64: bool = False,
         max_frames_per_traj: int | None = None,
         owned: bool = True,
+        first: int = 0,
     ) -> None:
         self.env = env
+        self.first = first
         self.mode = _detect_mode(env, autoreset)
         self.num_envs = env.num_envs
         self.observation_spec = TreeSpec.of(env.single_observation_space, "observation", keep_float64=keep_float64)
@@ -176,7 +179,7 @@ class VectorEnvAdapter(BatchedEnv):
         spent = self._pending
         if (spent & done).any():
             raise FrameContractError(
-                f"env copy {int(np.argmax(spent & done))} ended an episode in the step that resets it : expected "
+                f"{self._name(int(np.argmax(spent & done)))} ended an episode in the step that resets it : expected "
                 f"{self.env} to be in NEXT_STEP mode; pass its true mode as autoreset="
             )
         views.valid[spent] = False
@@ -199,7 +202,7 @@ class VectorEnvAdapter(BatchedEnv):
         for index in np.flatnonzero(done).tolist():
             if (present is not None and not present[index]) or (by_copy and final[index] is None):
                 raise FrameContractError(
-                    f"env copy {index} ended an episode, but infos['{name}'] lacks its observation"
+                    f"{self._name(index)} ended an episode, but infos['{name}'] lacks its observation"
                 )
             values = self._admit(final[index], index) if leaves is None else [leaf[index] for leaf in leaves]
             specs = self.observation_spec.leaves
@@ -214,7 +217,7 @@ class VectorEnvAdapter(BatchedEnv):
             return
         self._warned = True
         warnings.warn(
-            f"env copy {final.row} ended an episode with the very observation that the next one begins with : "
+            f"{self._name(final.row)} ended an episode with the very observation that the next one begins with : "
             f"the env seems to reuse its observation array, and then SAME_STEP mode loses the terminal observation; "
             f"use NEXT_STEP or DISABLED mode, or return a new array from each step",
             stacklevel=5,
@@ -278,7 +281,10 @@ class VectorEnvAdapter(BatchedEnv):
         try:
             return [leaf.admit(value) for leaf, value in zip(spec.leaves, spec.flatten(obs), strict=True)]
         except FrameContractError as error:
-            raise FrameContractError(f"env copy {index}, final_obs: {error}") from error
+            raise FrameContractError(f"{self._name(index)}, final_obs: {error}") from error
+
+    def _name(self, index: int) -> str:
+        return f"env copy {self.first + index}"
 
     def _fail(self, doing: str, error: BaseException) -> NoReturn:
         """Give up an `AsyncVectorEnv`, whose answers cannot be told apart any more, and name the culprit."""

@@ -228,3 +228,19 @@ def test_envs_that_are_not_owned_are_never_closed():
     copy = CountingEnv(0)
     DirectEnv([copy], owned=False).close()
     assert copy.closes == 0
+
+
+def test_messages_count_copies_from_the_first_one():
+    with pytest.raises(ValueError, match=r"action_space of env copy 5 differs : expected Discrete.2. as in copy 4"):
+        DirectEnv([CountingEnv(), CountingEnv(action_space=spaces.Discrete(9))], first=4)
+    for where in ("reset", "step"):
+        env = DirectEnv([CountingEnv(), FailingEnv(where)], first=4)
+        with pytest.raises(WorkerFailedError, match=f"^env copy 5 failed in {where}"):
+            env.reset() and env.step(zeros(env))
+    for answer, message in (((np.zeros(9), {}), "^env copy 5, reset: observation"), (None, "^env copy 5, reset: exp")):
+        odd = CountingEnv()
+        odd.reset = lambda *, seed=None, answer=answer: answer
+        with pytest.raises(FrameContractError, match=message):
+            DirectEnv([CountingEnv(), odd], first=4).reset()
+    with pytest.raises(WorkerFailedError, match=r"^env copy 5 failed in close"):
+        DirectEnv([CountingEnv(), FailingEnv("close")], first=4).close()

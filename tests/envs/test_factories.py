@@ -405,3 +405,13 @@ def test_the_command_line_gives_a_factory_by_class_path(parser):
     prefix = "--data.env.init_args.env_id=CartPole-v1"
     config = parser.parse_args(["--data.env.class_path=lit_collect.envs.factories.GymEnvFactory", prefix])
     assert repr(parser.instantiate_classes(config).data.env) == "GymEnvFactory('CartPole-v1')"
+
+
+def test_messages_name_copies_as_the_rank_counts_them():
+    source = resolve_env([partial(CountingEnv, i) for i in range(3)] + [partial(FailingEnv, "step")])
+    env = source.build(4, rollout=ROLLOUT, indices=range(2, 4))
+    env.reset()
+    with pytest.raises(WorkerFailedError, match=r"^env copy 3 failed in step"):
+        env.step((np.zeros(2, np.int64),))
+    vector = resolve_env(lambda: SyncVectorEnv([CountingEnv] * 2)).build(4, rollout=ROLLOUT, indices=range(2, 4))
+    assert (env.first, vector.first) == (2, 2)

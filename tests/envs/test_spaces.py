@@ -198,6 +198,22 @@ def test_actions_that_no_env_may_see_are_refused(space, action, message):
         encode(space, action)
 
 
+@pytest.mark.parametrize(
+    ("space", "action"),
+    [
+        (spaces.Discrete(3), [0, 3]),
+        (spaces.MultiDiscrete([2, 3]), [[0, 0], [0, 3]]),
+        (spaces.MultiBinary(2), [[0, 0], [0, 2]]),
+        (spaces.Box(-1, 1, (2,)), np.array([[0, 0], [0, np.nan]])),
+    ],
+    ids=["discrete", "multi-discrete", "multi-binary", "box"],
+)
+def test_messages_count_copies_from_the_first_one(space, action):
+    encoder = ActionEncoder(TreeSpec.of(space, "action"), first=4)
+    with pytest.raises(FrameContractError, match="action of env copy 5 is"):
+        encoder([np.asarray(action)])
+
+
 def test_a_wrong_leaf_of_a_nested_action_is_named():
     space = spaces.Dict({"go": spaces.Discrete(2), "push": spaces.Box(-1, 1, (1,))})
     with pytest.raises(FrameContractError, match=r"action\.push of env copy 0 is not finite"):

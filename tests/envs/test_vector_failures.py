@@ -229,3 +229,25 @@ def test_an_env_that_is_not_owned_is_never_closed():
     env.close()
     assert env.env.envs[0].closes == 0
     assert env.reset()[0].tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("infos", "message"),
+    [
+        ({"final_obs": np.array([None, None])}, "env copy 4 ended an episode, but infos"),
+        ({"final_obs": np.array([np.zeros(3), None], object)}, "env copy 4, final_obs: observation has a wrong shape"),
+    ],
+)
+def test_messages_count_copies_from_the_first_one(infos, message):
+    env = VectorEnvAdapter(Own(answer(infos=infos)), autoreset="SameStep", first=4)
+    with pytest.raises(FrameContractError, match=message):
+        env.step(zeros(env))
+    env = VectorEnvAdapter(Own(answer()), autoreset="NextStep", first=4)
+    env.step(zeros(env))
+    with pytest.raises(FrameContractError, match="env copy 4 ended an episode in the step that resets it"):
+        env.step(zeros(env))
+    env = VectorEnvAdapter(
+        Own(answer(infos={"final_obs": np.array([[1], [2]], np.float32)})), autoreset="SameStep", first=4
+    )
+    with pytest.warns(UserWarning, match="env copy 4 ended an episode with the very observation"):
+        env.step(zeros(env))

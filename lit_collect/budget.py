@@ -1,0 +1,59 @@
+"""`Budget`: how many frames a collector may hand out, and how many it has."""
+
+from dataclasses import dataclass
+
+from lit_collect.errors import BudgetSpentError
+
+
+@dataclass(kw_only=True)
+class Budget:
+    """Counts frames and batches that were handed out.
+
+    Example:
+        >>> budget = Budget(total=20)
+        >>> budget.count(8)
+        >>> budget.left, budget.batches_left(8)
+        (12, 2)
+    """
+
+    total: int
+    """Frames in all, -1 without a limit."""
+    yielded: int = 0
+    """Frames that were handed out."""
+    batches: int = 0
+    """Batches that were handed out."""
+    before_resume: int = 0
+    """Frames stepped by the runs before this one."""
+
+    @property
+    def left(self) -> int | None:
+        """Frames until it is spent, None without a limit."""
+        # a state that was loaded may be of a larger budget
+        return None if self.total == -1 else max(self.total - self.yielded, 0)
+
+    def batches_left(self, frames_per_batch: int) -> int:
+        """Batches until it is spent.
+
+        Raises:
+            TypeError: if there is no limit.
+        """
+        if self.left is None:
+            raise TypeError("a collector without total_frames has no length")
+        return -(-self.left // frames_per_batch)
+
+    def check(self) -> None:
+        """Raise if it is spent.
+
+        Raises:
+            BudgetSpentError: then.
+        """
+        if self.left == 0:
+            raise BudgetSpentError(
+                f"all {self.total} frames of total_frames have been collected; raise the budget or build a new "
+                f"collector"
+            )
+
+    def count(self, frames: int) -> None:
+        """One more batch of so many frames."""
+        self.yielded += frames
+        self.batches += 1

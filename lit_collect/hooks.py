@@ -1,0 +1,72 @@
+"""What happens to batches before they are handed out: `Hooks` of the user, and a sink."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from lit_collect.config import ReplayConfig, refuse_later
+from lit_collect.frames import flatten_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """Functions that see exactly what is yielded; they run in the process that asks for batches."""
+
+    pre_collect: Callable[[], None] | None = None
+    """Before each batch."""
+    postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
+    """Turns each batch into what is yielded instead."""
+    post_collect: Callable[[TensorDictBase], None] | None = None
+    """After each batch, with what is yielded."""
+
+    @classmethod
+    def of(cls, hooks: "Hooks | Mapping[str, Callable[..., Any]] | None") -> "Hooks":
+        """The hooks of a mapping from their names.
+
+        Raises:
+            ValueError: naming those that do not exist.
+        """
+        if isinstance(hooks, Hooks):
+            return hooks
+        unknown = sorted(set(hooks or {}) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"hooks must be among pre_collect, postproc and post_collect, got {unknown}")
+        return cls(**(hooks or {}))
+
+
+class Output:
+    """What a collector does before and after each batch.
+
+    Args:
+        hooks: of the user.
+        sink: anything with ``extend``, which is given the transitions of each batch; None for none.
+
+    Raises:
+        TypeError: if the sink cannot be written to.
+        ValueError: if it is a `ReplayConfig`, which is still to come.
+    """
+
+    def __init__(self, hooks: Hooks, sink: Any) -> None:
+        if isinstance(sink, ReplayConfig):
+            refuse_later(replay_buffer=sink)
+        if sink is not None and not hasattr(sink, "extend"):
+            raise TypeError(f"replay_buffer cannot be written to : expected an object with extend, got {sink!r}")
+        self.sink = sink
+        self._hooks = hooks
+
+    def begin(self) -> None:
+        """Before a batch."""
+        if self._hooks.pre_collect is not None:
+            self._hooks.pre_collect()
+
+    def finish(self, batch: TensorDictBase) -> TensorDictBase:
+        """After a batch; returns what is handed out."""
+        if self._hooks.postproc is not None:
+            batch = self._hooks.postproc(batch)
+        if self.sink is not None:
+            self.sink.extend(flatten_rows(batch))
+        if self._hooks.post_collect is not None:
+            self._hooks.post_collect(batch)
+        return batch
