@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -13,17 +12,11 @@ from torch import nn
 from lit_collect.backends import Backend, resolve_backend
 from lit_collect.background import Pump, Turn
 from lit_collect.budget import Budget
-from lit_collect.config import (
-    DeviceConfig,
-    RolloutConfig,
-    TrajectoryConfig,
-    check_frames,
-    refuse_later,
-)
+from lit_collect.config import DeviceConfig, RolloutConfig, TrajectoryConfig, check_frames, refuse_later
 from lit_collect.envs.factories import EnvLike, resolve_env
-from lit_collect.errors import CollectorClosedError
+from lit_collect.errors import CollectorClosedError, second_to
 from lit_collect.frames import count_frames
-from lit_collect.gathering import FirstCome, Gatherer, Together
+from lit_collect.gathering import make_gatherer
 from lit_collect.hooks import Hooks, Output
 from lit_collect.messages import Execute
 from lit_collect.profiling import ProfileConfig
@@ -99,12 +92,13 @@ class Collector:
         self._budget = Budget(total=total_frames)
         try:  # the copies are known for sure only now: a factory may have made a vector env
             check_frames(frames_per_batch, total_frames, self.num_envs, self.num_envs)
-        except BaseException:
-            self._group.close()
+        except BaseException as error:
+            with second_to(error):
+                self._group.close()
             raise
         says_nothing = num_envs is None and source.num_envs is None and self._place.default_envs is None
         self._unbatched = says_nothing and self._group.ready.single and self.num_envs == 1
-        self._gatherer: Gatherer = Together(self._group) if backend.sync else FirstCome(self._group)
+        self._gatherer = make_gatherer(self._group, sync=backend.sync)
         self._turn = Turn()
         self._pump: Pump | None = None
         self._inlet = Inlet()
@@ -141,11 +135,10 @@ class Collector:
         """The collector itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close, whatever happened."""
-        self.shutdown()
+        with second_to(error):
+            self.shutdown()
 
     @property
     def frames_budget(self) -> int:
@@ -202,7 +195,8 @@ class Collector:
         """One batch without hooks, which nothing is done with; its frames count like any others."""
         self._check_idle()
         self._budget.check()
-        batch = self._next(None)
+        with self._turn.taken():
+            batch = self._next(None)
         assert batch is not None
         return batch
 
@@ -213,15 +207,17 @@ class Collector:
         global random generators with you). What goes wrong is raised by the next call of any method.
 
         Raises:
+            BudgetSpentError: if no frames are left.
             RuntimeError: if there is no `replay_buffer`, or it runs already.
         """
         self._check_idle()
         if self._output.sink is None:
             raise RuntimeError("there is nothing to collect into : expected Collector(replay_buffer=...)")
-        if not isinstance(self._gatherer, FirstCome):
-            self._gatherer.discard()
-            self._gatherer = FirstCome(self._group)
-        self._pump = Pump(self._next_in_background, self._output.finish, turn=self._turn)
+        self._budget.check()
+        self._group.publisher.begin()  # with the weights as they are now: they may be trained from here on
+        self._gatherer = make_gatherer(self._group, sync=False, earlier=self._gatherer)
+        sink, backend = self._output.finish, self._group.backend
+        self._pump = Pump(self._begin, self._next, sink=sink, turn=self._turn, backend=backend)
 
     @property
     def is_running(self) -> bool:
@@ -273,8 +269,9 @@ class Collector:
             raise ValueError("worker_ids needs a backend with workers : the direct backend has none")
         workers = None if worker_ids is None else self._group.indices(worker_ids, "worker_ids")
         models = models_to_update(policy_or_weights, weights, policy, model_id, weights_dict)
-        # workers of their own take weights between batches anyway; a policy that acts here must not change meanwhile
-        with self._turn.taken() if self._group.backend.in_process else nullcontext():
+        # a policy that acts here must not change meanwhile; other workers take weights between batches anyway
+        here = self._group.backend.in_process or not self._group.publisher.knows(models)
+        with self._turn.taken() if here else nullcontext():
             self._group.publish(models, workers)
 
     def increment_version(self) -> None:
@@ -381,7 +378,8 @@ class Collector:
         self._check_open()
         self._place = replace(self._place, entropy=resolve_entropy(seed))
         with self._turn.taken():
-            self._reseed()
+            self._gatherer.discard()
+            self._group.reseed(self._place, self._restart)
 
     def statistics(self) -> dict[str, Any]:
         """Counters as plain numbers. ``frames_stepped = frames_yielded + frames_pending + frames_dropped`` always.
@@ -390,6 +388,7 @@ class Collector:
         too old) are dropped; those of a batch that a worker died in are not known to have been stepped. Frames that
         wait to be handed out are pending. Seconds are those of the busiest worker.
         """
+        self._check_background()
         with self._turn.taken():
             stepped, pending = self._budget.before_resume + self._group.frames_stepped, self._gatherer.frames_pending
             return {
@@ -406,6 +405,7 @@ class Collector:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, for ``weights_only=True``: counters, ids, versions and seeds. Asks no worker."""
+        self._check_background()
         with self._turn.taken():
             return {
                 "frames_stepped": self._budget.before_resume + self._group.frames_stepped,
@@ -439,7 +439,7 @@ class Collector:
         self._budget.yielded, self._budget.batches = state["frames_yielded"], state["batches"]
         self._restart = state["restart"] + 1
         self._place = replace(self._place, entropy=state["entropy"])
-        self._reseed()
+        self._group.reseed(self._place, self._restart)
         self._group.resume(state["trajectories"], state["warm_up_steps"], state["policy_version"])
 
     def shutdown(self) -> None:
@@ -449,51 +449,52 @@ class Collector:
 
         Raises:
             WorkerFailedError: if an env raised in its `close`; all are closed all the same.
+            CollectTimeoutError: if a hook or `replay_buffer` hangs in the background; the workers end all the same.
         """
         if self._closed:
             return
-        self._closed = True
-        pump, self._pump = self._pump, None
         try:
-            if pump is not None:
-                pump.stop()
-        finally:
-            self._group.close()
-        if pump is not None:
-            pump.check()
+            if self._pump is not None:
+                self._pump.stop()
+        finally:  # hooks in the background may have used it until now
+            self._closed = True
+            try:
+                self._group.close()
+            finally:
+                self._check_background()
 
     def _next(self, timeout_s: float | None) -> TensorDictBase | None:
         """One batch, None if there was none in time."""
         if self._inlet:
             self.receive_weights()
-        counted = 0
-        while counted == 0:  # a short batch can be spent on resetting alone, and nobody can learn from it
-            left = self.frames_left
-            batch = self._gatherer.collect(self.frames_per_batch, left, timeout_s)
+        while True:  # a short batch can be spent on resetting alone, and nobody can learn from it
+            batch = self._gatherer.collect(self.frames_per_batch, self.frames_left, timeout_s)
             if batch is None:
                 return None
             counted = count_frames(batch)
-        self._budget.count(counted)
-        assert batch is not None
-        return batch[0] if self._unbatched else batch
+            if counted:
+                self._budget.count(counted)
+                return batch[0] if self._unbatched else batch
 
-    def _next_in_background(self, timeout_s: float) -> TensorDictBase | None:
-        if self.frames_left == 0:
-            raise StopIteration
-        self._output.begin()
-        return self._next(timeout_s)
+    def _begin(self) -> bool:
+        if self.frames_left != 0:
+            self._output.begin()
+        return self.frames_left != 0
 
-    def _reseed(self) -> None:
-        self._gatherer.discard()
-        self._group.reseed(self._place, self._restart)
+    def _check_background(self) -> None:
+        if self._pump is not None:
+            self._pump.check()
 
     def _check_open(self) -> None:
         if self._closed:
             raise CollectorClosedError("the collector is closed; build a new one")
-        if self._pump is not None:
-            self._pump.check()
+        self._check_background()
 
     def _check_idle(self) -> None:
+        running = self.is_running  # before its error is looked for, which might come in between
         self._check_open()
-        if self._pump is not None:
+        if running:
             raise RuntimeError("frames are collected in the background; call async_shutdown() first")
+        if self._pump is not None:
+            self._pump = None
+            self._gatherer = make_gatherer(self._group, sync=self._group.backend.sync, earlier=self._gatherer)

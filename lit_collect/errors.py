@@ -3,6 +3,10 @@
 Wrong settings are not here: they are `ValueError` or `TypeError`, raised where the value is given.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class LitCollectError(Exception):
     """Base class of everything that can go wrong while frames are collected."""
@@ -46,3 +50,26 @@ class FrameContractError(LitCollectError):
 
     The message names the env copy, the key, what was expected and what was got.
     """
+
+
+def text_of(error: BaseException) -> str:
+    """The message of an exception, however ill-behaved it is."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its message cannot be shown: {type(broken).__name__})"
+
+
+@contextmanager
+def second_to(first: BaseException | None) -> Iterator[None]:
+    """Close something after an exception, which is the one to be seen: another one becomes a warning.
+
+    Args:
+        first: the exception; None if there was none, so that nothing is held back.
+    """
+    try:
+        yield
+    except Exception as error:
+        if first is None:
+            raise
+        warnings.warn(f"closing the envs failed too: {text_of(error)}", stacklevel=3)

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
+from math import ceil
 from time import perf_counter
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lit_collect.backends.base import Deadline
 from lit_collect.errors import FrameContractError, StaleDataError
 from lit_collect.frames import MASK, NO_TRAJECTORY, TRAJ_IDS, Key, columns_of, count_frames, limit_frames
-from lit_collect.messages import Collect, Collected
-from lit_collect.supervisor import Member, WorkerGroup
+from lit_collect.members import Member
+from lit_collect.messages import Collect, Collected, Failed
+from lit_collect.supervisor import WorkerGroup
 
 Columns = Mapping[Key, Tensor]
 
@@ -21,12 +24,15 @@ Columns = Mapping[Key, Tensor]
 class Gatherer(ABC):
     """Makes the batches of one collector."""
 
-    frames_pending: int = 0
-    """Frames that are here and were not handed out."""
     stale_dropped: int = 0
     """Frames that were too old to be handed out."""
     transfer_s: float = 0.0
     """Seconds spent on handing batches over."""
+
+    @property
+    def frames_pending(self) -> int:
+        """Frames that are here and were not handed out."""
+        return 0
 
     @abstractmethod
     def collect(self, frames: int, left: int | None, timeout_s: float | None = None) -> TensorDict | None:
@@ -54,6 +60,24 @@ class Gatherer(ABC):
         """Drop what was collected and not handed out."""
 
 
+def make_gatherer(group: WorkerGroup, *, sync: bool, earlier: Gatherer | None = None) -> Gatherer:
+    """Who makes the batches of a group.
+
+    Args:
+        group: the workers.
+        sync: whether they make each batch together.
+        earlier: who made them before; what that one has not handed out is dropped.
+    """
+    kind = Together if sync else FirstCome
+    if isinstance(earlier, kind):
+        return earlier
+    made = kind(group)
+    if earlier is not None:
+        earlier.discard()
+        made.stale_dropped, made.transfer_s = earlier.stale_dropped, earlier.transfer_s
+    return made
+
+
 class Together(Gatherer):
     """Every batch is made by all workers, [N, T] in the order of the env copies.
 
@@ -64,12 +88,16 @@ class Together(Gatherer):
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         fraction = group.backend.preempt_fraction
-        self._enough = None if fraction is None else max(1, round(fraction * len(group.members)))
+        # a little less, so that 0.1 of 10 workers is 1 of them and not 2
+        self._enough = None if fraction is None else max(1, ceil(fraction * len(group.members) - 1e-9))
+        self._unfinished = False  # a batch was broken off
 
     def collect(self, frames: int, left: int | None, timeout_s: float | None = None) -> TensorDict | None:
         """See `Gatherer.collect`; always waits for the whole batch."""
-        self.discard()  # of a batch that was broken off
+        self.discard()
+        self._unfinished = True
         steps = -(-min(frames, frames if left is None else left) // self._group.num_envs)
+        offered = list(self._group.publisher.offered)  # another thread may publish meanwhile
         for member in self._group.members:
             member.channel.interrupt(False)
             self._group.send(member, Collect(steps, self._group.publisher.ticket(member.index)))
@@ -79,21 +107,25 @@ class Together(Gatherer):
             assert received is not None
             member, reply = received
             assert isinstance(reply, Collected)
-            self._check_age(member, reply.progress.version)
+            self._check_age(member, offered[member.index], reply.progress.version)
             parts[member.index] = reply
             if self._enough is not None and len(parts) == self._enough:
                 self._hurry(parts)
         began = perf_counter()
         batch = join([parts[member.index].batch for member in self._group.members], masked=self._enough is not None)
+        self._unfinished = False
         self.transfer_s += perf_counter() - began
         return batch if left is None else _within(batch, left)
 
     def discard(self) -> None:
-        """Wait for the batches that nobody will look at."""
+        """Wait for the parts of a batch that was broken off; new episodes follow those that lack rows now."""
         self._group.drain()
+        if self._unfinished:
+            self._group.reset(None)
+            self._unfinished = False
 
-    def _check_age(self, member: Member, version: int) -> None:
-        offered, allowed = self._group.publisher.offered[member.index], self._group.max_staleness or 0
+    def _check_age(self, member: Member, offered: int, version: int) -> None:
+        allowed = self._group.max_staleness or 0
         if offered - version > allowed:
             raise StaleDataError(
                 f"{self._group.describe(member)} acted with version {version} : expected at least "
@@ -121,17 +153,24 @@ class FirstCome(Gatherer):
         self._arrived: deque[tuple[Member, TensorDict | Columns, int, int]] = deque()  # batch, frames, version
         self._version_before = group.publisher.version
         self._versions_per_batch = 1.0  # publications between two batches, lately
+        self._in_vain: Deadline | None = None  # since batches are too old, one after the other
         for member in group.members:
             member.channel.interrupt(False)
+
+    @property
+    def frames_pending(self) -> int:
+        """See `Gatherer.frames_pending`."""
+        return sum(entry[2] for entry in self._arrived) + sum(_count(reply.batch) for reply in self._kept_batches())
 
     def statistics(self) -> dict[str, Any]:
         """See `Gatherer.statistics`."""
         slots = sum(member.channel.slots for member in self._group.members)
-        return {**super().statistics(), "queue_fill": len(self._arrived) / slots}
+        return {**super().statistics(), "queue_fill": (len(self._arrived) + len(self._kept_batches())) / slots}
 
     def collect(self, frames: int, left: int | None, timeout_s: float | None = None) -> TensorDict | None:
         """See `Gatherer.collect`."""
-        self._look_at_versions()
+        self._group.check_usable(self._group.members)
+        self._take_kept()
         self._drop_stale()
         self._give_leave(frames, left, in_use=0)
         while not self._arrived:
@@ -139,40 +178,49 @@ class FirstCome(Gatherer):
                 return None
             self._drop_stale()
             self._give_leave(frames, left, in_use=0)
-        _, part, count, _ = self._arrived.popleft()
-        self.frames_pending -= count
+        part = self._arrived.popleft()[1]
+        self._in_vain = None
+        self._look_at_versions()
         began = perf_counter()
         batch = join([part], masked=False)
         self.transfer_s += perf_counter() - began
         batch = batch if left is None else _within(batch, left)
-        self._give_leave(frames, None if left is None else left - count_frames(batch), in_use=1)
+        if not self._group.backend.in_process:  # there a batch is made when it is asked for, by the newest weights
+            self._give_leave(frames, None if left is None else left - count_frames(batch), in_use=1)
         return batch
 
     def discard(self) -> None:
-        """Drop what is here and what is under way."""
-        self._group.drain()
-        self._arrived.clear()
-        self.frames_pending = 0
+        """Drop what is here and what is under way; new episodes follow those that lack rows now."""
+        if self._group.drain() or self._arrived:
+            self._arrived.clear()
+            self._group.reset(None)
 
     def _receive(self, timeout_s: float | None) -> bool:
         """Take in one batch, and whatever else has arrived."""
-        if self._group.kept:
-            received: Any = self._group.kept.popleft()
-        else:
-            received = self._group.receive(timeout_s)
+        received = self._group.receive(timeout_s)
         while received is not None:
             member, reply = received
-            self._keep(member, reply)
-            received = self._group.kept.popleft() if self._group.kept else self._group.receive(0.0)
+            if isinstance(reply, Collected):  # else the answer to a question that was broken off
+                self._keep(member, reply)
+            received = self._group.receive(0.0)
         return bool(self._arrived)
 
+    def _kept_batches(self) -> list[Collected]:
+        return [reply for _, reply in self._group.kept if isinstance(reply, Collected)]
+
+    def _take_kept(self) -> None:
+        """Take in what came while something else was waited for: it takes up room like the rest."""
+        while self._group.kept:
+            member, reply = self._group.kept.popleft()
+            if isinstance(reply, Failed):
+                raise reply.as_exception(self._group.describe(member))
+            self._keep(member, reply)
+
     def _keep(self, member: Member, reply: Collected) -> None:
-        count = _count(reply.batch)
-        self.frames_pending += count
-        self._arrived.append((member, reply.batch, count, reply.progress.version))
+        self._arrived.append((member, reply.batch, _count(reply.batch), reply.progress.version))
 
     def _look_at_versions(self) -> None:
-        """How fast versions go by, from one batch to the next; a burst is remembered for a while."""
+        """How fast versions go by, from one batch handed out to the next; a burst is remembered for a while."""
         version = self._group.publisher.version
         self._versions_per_batch = max(version - self._version_before, 0.8 * self._versions_per_batch, 1.0)
         self._version_before = version
@@ -181,12 +229,20 @@ class FirstCome(Gatherer):
         allowed = self._group.max_staleness
         if allowed is None:
             return
-        for entry in list(self._arrived):
-            _, _, count, version = entry
-            if self._group.publisher.version - version > allowed:
-                self._arrived.remove(entry)
-                self.frames_pending -= count
-                self.stale_dropped += count
+        oldest = self._group.publisher.version - allowed
+        stale = [count for _, _, count, version in self._arrived if version < oldest]
+        if not stale:
+            return
+        self.stale_dropped += sum(stale)
+        self._arrived = deque(entry for entry in self._arrived if entry[3] >= oldest)
+        limit_s = self._group.backend.batch_timeout_s
+        self._in_vain = self._in_vain or Deadline(limit_s)
+        if not self._arrived and self._in_vain.left_s == 0.0:
+            self._in_vain = None
+            raise StaleDataError(
+                f"no batch was fresh enough within {limit_s:g} s : expected max_staleness={allowed} to leave time for "
+                f"one, got weights that were published more often; raise it, publish less often or collect less at once"
+            )
 
     def _give_leave(self, frames: int, left: int | None, *, in_use: int) -> None:
         """Ask workers for batches, those with the least to do first.
@@ -201,7 +257,7 @@ class FirstCome(Gatherer):
             wanted = frames if left is None else min(frames, left - self._reserved())
             if not free or wanted <= 0:
                 return
-            member = min(free, key=self._taken)
+            member = min(free, key=lambda each: (self._taken(each), each.done.frames_stepped))
             ticket = self._group.publisher.ticket(member.index)
             self._group.send(member, Collect(-(-wanted // member.copies), ticket))
 

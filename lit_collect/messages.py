@@ -6,14 +6,14 @@ Nothing here knows how a message travels.
 import builtins
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gymnasium import spaces
 from torch import Tensor
 
 from lit_collect import errors
-from lit_collect.errors import LitCollectError, WorkerFailedError
+from lit_collect.errors import LitCollectError, WorkerFailedError, text_of
 from lit_collect.profiling import ProfileConfig
 from lit_collect.schemes import WeightReceiver
 from lit_collect.seeding import Placement
@@ -98,6 +98,15 @@ class Close:
 Request = Collect | Reset | Reseed | Resume | Load | Describe | Execute | Profile | Close
 
 
+def doing(request: Request) -> str:
+    """What a worker does that has this request, in words."""
+    if isinstance(request, Collect):
+        return f"collecting {request.steps} steps"
+    if isinstance(request, Execute):
+        return f"executing {request.path}"
+    return {Reset: "resetting", Close: "closing", Describe: "looking for a model"}.get(type(request), "being told")
+
+
 # --- replies ----------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +129,11 @@ class Progress:
     busy_s: float = 0.0
     """Seconds in rollouts since it started."""
 
+    def after(self, earlier: "Progress") -> "Progress":
+        """The same, with the frames and seconds of the workers before it added."""
+        added = ("frames_stepped", "env_s", "policy_s", "busy_s")
+        return replace(self, **{name: getattr(self, name) + getattr(earlier, name) for name in added})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
@@ -136,6 +150,24 @@ class Ready:
     policy: ModelShapes | None
     """None: the policy is no module."""
     progress: Progress
+
+    def check_like(self, first: "Ready", worker: int) -> None:
+        """Check that a worker has as many env copies as the first one, and the same spaces.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        if self.num_envs != first.num_envs:
+            raise ValueError(
+                f"the vector env of worker {worker} differs : expected {first.num_envs} copies as in worker 0, "
+                f"got {self.num_envs}"
+            )
+        for name in ("observation_space", "action_space"):
+            expected, got = getattr(first, name), getattr(self, name)
+            if expected != got:
+                raise ValueError(
+                    f"{name} of env copy {worker * self.num_envs} differs : expected {expected} as in copy 0, got {got}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,11 +212,10 @@ class Failed:
             trace = "".join(traceback.format_exception(origin))
         except Exception as broken:  # its own __str__ raises, for instance
             trace = f"(the traceback cannot be shown: {type(broken).__name__})\n"
-        try:
-            text = str(error)
-        except Exception as broken:
-            text = f"(its message cannot be shown: {type(broken).__name__})"
-        return cls(doing=doing, kind=type(error).__name__, text=text, trace=trace, progress=progress, cause=error)
+        kind, text = type(error).__name__, text_of(error)
+        if type(error) is KeyError and len(error.args) == 1 and isinstance(error.args[0], str):
+            text = error.args[0]  # its own text is quoted, and will be once more
+        return cls(doing=doing, kind=kind, text=text, trace=trace, progress=progress, cause=error)
 
     def as_exception(self, who: str) -> BaseException:
         """What the group raises.

@@ -22,6 +22,7 @@ from lit_collect.envs.spaces import TreeSpec, nest, sample_leaf
 from lit_collect.frames import RESERVED, Key, as_key
 from lit_collect.lowering import LoweredActor, lower
 from lit_collect.mlp import small_nets_in_numpy
+from lit_collect.weights import module_of
 
 _MODE_DEPENDENT = (
     nn.modules.dropout._DropoutNd,
@@ -149,8 +150,7 @@ class FunctionActor(Actor):
         action_spec: TreeSpec,
         exploration: Exploration,
     ) -> None:
-        owner = policy if isinstance(policy, nn.Module) else getattr(policy, "__self__", None)  # of a bound method
-        self.module = owner if isinstance(owner, nn.Module) else None
+        self.module = module_of(policy)
         self._policy = policy
         self._paths = None if observation_spec.is_plain else [leaf.path for leaf in observation_spec.leaves]
         self._observed = frozenset(leaf.key[0] for leaf in observation_spec.leaves)

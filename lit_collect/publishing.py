@@ -1,14 +1,19 @@
 """`Publisher`: the learner's side of weights: versions, who was offered which, and what goes with each request."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any
+from weakref import WeakValueDictionary
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lit_collect.schemes import WeightReceiver, WeightSyncScheme
-from lit_collect.weights import ModelShapes, Weights, check_fit, named_tensors
+from lit_collect.weights import ModelShapes, Weights, check_fit, hides_weights, module_of, named_tensors
+
+_OWNERS: "WeakValueDictionary[int, Publisher]" = WeakValueDictionary()
+"""Who publishes through a scheme, by its id."""
 
 
 class Publisher:
@@ -19,6 +24,10 @@ class Publisher:
         policy: what the learner trains, if it is a module (or a method of one).
         num_workers: how many workers there are.
         describe: asks a worker what the weights of a model must look like.
+
+    Raises:
+        ValueError: if the policy has parameters without a shape, which every worker would fill with others, or the
+            scheme carries the weights of another collector.
     """
 
     def __init__(
@@ -33,21 +42,35 @@ class Publisher:
         self.offered = [0] * num_workers
         """The newest version that each worker was offered."""
         self.scheme = scheme
-        self._module = module_of(policy)
+        self._policy, self._module = policy, module_of(policy)
+        lazy = [name for name, tensor in self._own_models().get("policy", {}).items() if is_lazy(tensor)]
+        if lazy:
+            raise ValueError(
+                f"policy has parameters without a shape : expected none where it acts in another process, got {lazy}; "
+                f"call it once on an observation first"
+            )
         self._describe = describe
         self._shapes: dict[str, ModelShapes] = {}
         self._begun = False
         self._lock = RLock()  # a background thread asks for tickets while another one publishes
+        if _OWNERS.setdefault(id(scheme), self) is not self:
+            raise ValueError(
+                "backend.weight_sync serves another collector : expected one that is free; give each its own, or none"
+            )
 
     def expect(self, model_id: str, shapes: ModelShapes) -> None:
         """Know what the weights of a model must look like, without asking."""
         self._shapes[model_id] = shapes
 
+    def knows(self, models: Iterable[str]) -> bool:
+        """Whether the weights of these models can be checked without asking a worker."""
+        return self._shapes.keys() >= set(models)
+
     def begin(self) -> None:
         """Offer what the learner has before anything else was published, under the version that a run begins with."""
         with self._lock:
             if not self._begun:
-                self._offer(self._own_models(), None)
+                self._offer(self._own_models(), self.version, None)
 
     def advance(self, models: Mapping[str, Weights], workers: Sequence[int] | None = None) -> None:
         """Publish under the next version.
@@ -59,12 +82,18 @@ class Publisher:
         Raises:
             ValueError: if weights do not fit their model.
             KeyError: if there is no such model.
-            TypeError: if a model has no weights.
+            TypeError: if a model has no weights, or the policy is a function that uses a module, whose weights cannot
+                be told from it.
         """
+        if not models and self._module is None and hides_weights(self._policy):
+            raise TypeError(
+                f"policy has weights that cannot be published : expected a module or a method of one where it acts in "
+                f"another process, got {self._policy!r}; pass the module (or freeze it, if it shall not learn)"
+            )
         tensors = self._checked(models) if models else self._own_models()
         with self._lock:
-            self.version += 1
-            self._offer(tensors, workers)
+            self.begin()  # those models and workers that are left out here begin with what the learner has
+            self._offer(tensors, self.version + 1, workers)
 
     def resume(self, version: int) -> None:
         """Go on with the versions of another run; `receivers` that were given out before must be replaced."""
@@ -90,12 +119,14 @@ class Publisher:
         """Release what the scheme holds; may be called again."""
         with self._lock:
             self.scheme.close()
+            if _OWNERS.get(id(self.scheme)) is self:
+                del _OWNERS[id(self.scheme)]
 
-    def _offer(self, tensors: Mapping[str, Mapping[str, Tensor]], workers: Sequence[int] | None) -> None:
-        self._begun = True
-        self.scheme.publish(tensors, self.version, workers)
+    def _offer(self, tensors: Mapping[str, Mapping[str, Tensor]], version: int, workers: Sequence[int] | None) -> None:
+        self.scheme.publish(tensors, version, workers)
+        self.version, self._begun = version, True
         for worker in range(len(self.offered)) if workers is None else workers:
-            self.offered[worker] = self.version
+            self.offered[worker] = version
 
     def _own_models(self) -> dict[str, Mapping[str, Tensor]]:
         return {} if self._module is None else {"policy": named_tensors(self._module)}
@@ -114,11 +145,12 @@ class Inlet:
     """Where the weights of models come from, if not from the learner of this process."""
 
     def __init__(self) -> None:
-        self._receivers: dict[str, tuple[WeightReceiver, Callable[[], Any]]] = {}
+        self._schemes: dict[str, WeightReceiver | WeightSyncScheme] = {}
+        self._receivers: dict[int, tuple[WeightReceiver, Callable[[], Any]]] = {}  # one for each object among those
 
     def __bool__(self) -> bool:
         """Whether there is any such place."""
-        return bool(self._receivers)
+        return bool(self._schemes)
 
     def register(self, schemes: Mapping[str, WeightReceiver | WeightSyncScheme]) -> None:
         """Look there from now on.
@@ -129,29 +161,32 @@ class Inlet:
         Raises:
             TypeError: if one is neither.
         """
-        for model_id, scheme in schemes.items():
+        found: dict[int, tuple[WeightReceiver, Callable[[], Any]]] = {}
+        for scheme in schemes.values():  # which may be the same for several models
             if isinstance(scheme, WeightSyncScheme):
-                self._receivers[model_id] = scheme.receiver(0), partial(scheme.ticket, 0)
+                scheme.forget(0)  # so that what was published before comes, too
+                found[id(scheme)] = scheme.receiver(0), partial(scheme.ticket, 0)
             elif isinstance(scheme, WeightReceiver):
-                self._receivers[model_id] = scheme, _no_ticket
+                found[id(scheme)] = scheme, _no_ticket
             else:
                 raise TypeError(f"a scheme must be a WeightSyncScheme or a WeightReceiver, got {scheme!r}")
+        self._schemes.update(schemes)
+        self._receivers.update(found)
 
     def fresh(self) -> dict[str, Weights]:
         """What has come since the last time, by model id."""
-        found: dict[str, Weights] = {}
-        for model_id, (receiver, ticket) in self._receivers.items():
-            snapshot = receiver.receive(ticket())
-            if snapshot is not None and model_id in snapshot.models:
-                found[model_id] = snapshot.models[model_id]
-        return found
+        come: dict[int, Mapping[str, Weights]] = {}
+        for scheme in self._schemes.values():
+            if id(scheme) not in come:
+                receiver, ticket = self._receivers[id(scheme)]
+                snapshot = receiver.receive(ticket())
+                come[id(scheme)] = {} if snapshot is None else snapshot.models
+        return {
+            model_id: come[id(scheme)][model_id]
+            for model_id, scheme in self._schemes.items()
+            if model_id in come[id(scheme)]
+        }
 
 
 def _no_ticket() -> None:
     """Of a receiver that needs none."""
-
-
-def module_of(policy: Any) -> nn.Module | None:
-    """The module of a policy: itself, or the one that it is a method of."""
-    owner = policy if isinstance(policy, nn.Module) else getattr(policy, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None

@@ -5,12 +5,13 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from lit_collect.backends.base import Backend, Channel, Deadline, Launcher, close_channels
-from lit_collect.errors import CollectTimeoutError, LitCollectError, WorkerDiedError
+from lit_collect.backends.base import Backend, Deadline, Launcher, close_channels
+from lit_collect.errors import CollectorClosedError, CollectTimeoutError, WorkerDiedError, second_to
+from lit_collect.members import Member
 from lit_collect.messages import (
     Collect,
     Collected,
@@ -18,7 +19,6 @@ from lit_collect.messages import (
     Failed,
     Load,
     Profile,
-    Progress,
     Ready,
     Reply,
     Request,
@@ -28,6 +28,7 @@ from lit_collect.messages import (
 )
 from lit_collect.profiling import ProfileConfig
 from lit_collect.publishing import Publisher
+from lit_collect.schemes import WeightSyncScheme
 from lit_collect.seeding import Placement
 from lit_collect.weights import ModelShapes, Weights, named_tensors
 from lit_collect.worker import WorkerSpec
@@ -35,41 +36,6 @@ from lit_collect.worker import WorkerSpec
 _SLICE_S = 0.2  # signal handlers of the trainer only set flags: waiting looks up that often
 _LAST_WORDS_S = 1.0  # what finding out how a worker ended, or where it hangs, may take
 _RESTART_STRIDE = 1 << 16  # seeds of replaced workers, far from those of resumed runs
-
-
-@dataclass(kw_only=True)
-class Member:
-    """A worker of the group, and what is known of it."""
-
-    spec: WorkerSpec
-    channel: Channel
-    ready: Ready | None = None
-    progress: Progress = field(default_factory=Progress)
-    """As of its last reply."""
-    waiting: deque[Request] = field(default_factory=deque)
-    """Requests that are not answered yet, the oldest first."""
-    since: float = 0.0
-    """When the oldest of them became the oldest."""
-    restarts: int = 0
-    stepped_before: int = 0
-    """Frames stepped by the workers before it."""
-    lost: str = ""
-    """Why it cannot be used any more."""
-
-    @property
-    def index(self) -> int:
-        """Which worker it is."""
-        return self.spec.index
-
-    @property
-    def copies(self) -> int:
-        """Its env copies."""
-        return 0 if self.ready is None else self.ready.num_envs
-
-    @property
-    def batches_under_way(self) -> int:
-        """Batches that it was asked for and that were not received."""
-        return sum(isinstance(request, Collect) for request in self.waiting)
 
 
 class WorkerGroup:
@@ -84,10 +50,12 @@ class WorkerGroup:
         WorkerDiedError: if a worker ended while it was building.
         CollectTimeoutError: if a worker was not ready in time.
         TypeError: if the policy cannot act, a space cannot be stored, or something cannot travel to a worker.
-        ValueError: if the number of env copies does not fit the env or the workers.
+        ValueError: if the number of env copies does not fit the env or the workers, or the env or the policy cannot
+            go to them as it is.
     """
 
     def __init__(self, spec: WorkerSpec, backend: Backend) -> None:
+        spec.check(backend.num_collectors, travels=not backend.in_process)
         self.backend = backend
         self.max_staleness = backend.max_staleness
         """See `Backend.max_staleness`; may be changed between batches."""
@@ -98,8 +66,8 @@ class WorkerGroup:
         self.while_waiting: Callable[[], None] = _nothing
         """Called again and again while a worker is waited for; may raise."""
         self.members: list[Member] = []
-        self.kept: deque[tuple[Member, Collected]] = deque()
-        """Batches that arrived while something else was waited for."""
+        self.kept: deque[tuple[Member, Collected | Failed]] = deque()
+        """Batches, and failures to make one, that arrived while something else was waited for."""
         self.publisher = Publisher(
             backend.scheme(),
             None if backend.in_process else spec.policy,
@@ -110,9 +78,8 @@ class WorkerGroup:
         self._process = os.getpid()
         self._launcher = backend.launcher()
         # If nobody calls close(), the workers end all the same, with the group or with the interpreter.
-        self._finalizer = weakref.finalize(
-            self, _forgotten, self.members, self._launcher, backend.shutdown_timeout_s, os.getpid()
-        )
+        owned = (self.members, self._launcher, self.publisher.scheme)
+        self._finalizer = weakref.finalize(self, _forgotten, *owned, backend.shutdown_timeout_s, os.getpid())
         try:
             for index in range(backend.num_collectors):
                 own = replace(spec, index=index, num_workers=backend.num_collectors, num_threads=backend.num_threads)
@@ -121,8 +88,9 @@ class WorkerGroup:
             deadline = Deadline(backend.batch_timeout_s)
             for member in self.members:
                 self._await_first_reply(member, deadline)
-        except BaseException:
-            self._close_quietly()
+        except BaseException as error:
+            with second_to(error):
+                self.close()
             raise
         if self.ready.policy is not None:
             self.publisher.expect("policy", self.ready.policy)
@@ -144,7 +112,7 @@ class WorkerGroup:
     @property
     def frames_stepped(self) -> int:
         """Frames of all workers, as of their last replies."""
-        return sum(member.stepped_before + member.progress.frames_stepped for member in self.members)
+        return sum(member.before.frames_stepped + member.progress.frames_stepped for member in self.members)
 
     @property
     def trajectories(self) -> list[int]:
@@ -163,7 +131,7 @@ class WorkerGroup:
 
     def statistics(self) -> dict[str, Any]:
         """Numbers about the workers, as of their last replies; seconds are those of the busiest one."""
-        progress = [member.progress for member in self.members]
+        progress = [member.done for member in self.members]
         return {
             "workers": len(progress),
             "workers_alive": self.alive,
@@ -202,17 +170,22 @@ class WorkerGroup:
         Raises:
             WorkerDiedError: if it has ended and is not replaced.
             CollectTimeoutError: if it does not take the request.
+            Exception: what pickling the request raised.
         """
-        self._check_usable(member)
+        self.check_usable([member])
+        doing = member.doing
         if not member.waiting:
             member.since = monotonic()
         member.waiting.append(request)
         try:
             member.channel.send(request, self.backend.batch_timeout_s)
         except EOFError:
-            self._replace(member)  # which sends all that is waiting once more
+            self._replace(member, doing)  # which sends all that is waiting once more
         except TimeoutError:
             raise self._too_late(member) from None
+        except Exception:  # something in it cannot travel
+            member.waiting.pop()
+            raise
 
     def receive(
         self, timeout_s: float | None = None, *, of: Sequence[Member] | None = None
@@ -228,18 +201,21 @@ class WorkerGroup:
             CollectTimeoutError: if one of them does not answer.
             Exception: what a worker failed with.
         """
+        received = self._next_reply(timeout_s, of)
+        if received is not None and isinstance(received[1], Failed):
+            raise received[1].as_exception(self.describe(received[0]))
+        return received
+
+    def _next_reply(self, timeout_s: float | None, of: Sequence[Member] | None) -> tuple[Member, Reply] | None:
         deadline = None if timeout_s is None else Deadline(timeout_s)
         while True:
             asked = [member for member in of or self.members if member.waiting]
-            for member in asked:
-                self._check_usable(member)
+            self.check_usable(asked)
             slice_s = _SLICE_S if deadline is None else min(_SLICE_S, deadline.left_s)
             ready = self._launcher.wait([member.channel for member in asked], slice_s)
             # the one that has waited longest goes first
             for member in sorted((m for m in asked if m.channel in ready), key=lambda member: member.since):
                 reply = self._take(member)
-                if isinstance(reply, Failed):
-                    raise reply.as_exception(self.describe(member))
                 if reply is not None:
                     return member, reply
             self.while_waiting()
@@ -248,20 +224,27 @@ class WorkerGroup:
             if not ready:
                 self._check_times(asked)
 
-    def drain(self) -> None:
-        """Wait for all replies and forget them, failures too: they are of a batch that was given up already."""
+    def drain(self) -> bool:
+        """Wait for all replies and forget them, failures too: they are of a batch that was given up already.
+
+        Returns:
+            Whether there was a batch among them.
+        """
+        self.check_usable(self.members)
+        batches = sum(isinstance(reply, Collected) for _, reply in self.kept)
         for member in self.members:
             while member.waiting:
                 ready = self._launcher.wait([member.channel], _SLICE_S)
                 if ready:
-                    self._take(member)
+                    batches += isinstance(self._take(member), Collected)
                 else:
                     self.while_waiting()
                     self._check_times([member])
         self.kept.clear()
+        return batches > 0
 
     def ask(self, member: Member, request: Request) -> Any:
-        """Give a worker a request and wait for the value of its reply; batches that come first are kept.
+        """Give a worker a request and wait for the value of its reply; what comes of earlier ones is kept.
 
         Args:
             member: the worker.
@@ -269,11 +252,15 @@ class WorkerGroup:
         """
         self.send(member, request)
         while True:
-            received = self.receive(of=[member])
+            received = self._next_reply(None, [member])
             assert received is not None
-            if not isinstance(received[1], Collected):
-                return getattr(received[1], "value", None)
-            self.kept.append((member, received[1]))
+            reply = received[1]
+            if not any(waiting is request for waiting in member.waiting):
+                if isinstance(reply, Failed):
+                    raise reply.as_exception(self.describe(member))
+                return getattr(reply, "value", None)
+            if isinstance(reply, Collected | Failed):
+                self.kept.append((member, reply))
 
     def ask_all(self, request: Request) -> list[Any]:
         """The same request for each worker; the values of their replies."""
@@ -339,14 +326,13 @@ class WorkerGroup:
         if os.getpid() != self._process:  # a forked copy of the trainer: the workers are not its own
             return
         try:
-            failures = close_channels([member.channel for member in self.members], self.backend.shutdown_timeout_s)
+            channels = [member.channel for member in self.members]
+            failures = close_channels(channels, self.backend.shutdown_timeout_s)
         finally:
             self._launcher.close(self.backend.shutdown_timeout_s)
             self.publisher.close()
-        for member in self.members:
-            member.waiting.clear()
-        if failures:
-            raise failures[0].as_exception("a worker")
+        for channel, failed in failures:
+            raise failed.as_exception(self.describe(self.members[channels.index(channel)]))
 
     # --- health -------------------------------------------------------------------------------------------------
 
@@ -355,7 +341,7 @@ class WorkerGroup:
         try:
             reply = member.channel.receive(self.backend.batch_timeout_s)
         except EOFError:
-            self._replace(member)
+            self._replace(member, member.doing)
             return None
         except TimeoutError:
             raise self._too_late(member) from None
@@ -379,16 +365,14 @@ class WorkerGroup:
             raise reply.as_exception(self.describe(member))
         assert isinstance(reply, Ready)
         member.ready, member.progress = reply, reply.progress
+        reply.check_like(self.ready, member.index)
 
-    def _replace(self, member: Member) -> None:
+    def _replace(self, member: Member, doing: str) -> None:
         """Start another worker in place of one that has ended; raise if there were enough of them."""
-        doing = "idle"
-        if member.waiting:
-            request = member.waiting[0]
-            doing = f"collecting {request.steps} steps" if isinstance(request, Collect) else type(request).__name__
+        self.check_usable(())
         error = self._died(member, doing)
+        member.lost = str(error)  # until there is another one in its place
         if self.restarts >= self.backend.max_restarts:
-            member.lost = str(error)
             raise error
         warnings.warn(f"{error}; it is replaced, and its episodes begin anew", stacklevel=2)
         self.restarts += 1
@@ -397,10 +381,10 @@ class WorkerGroup:
         close_channels([member.channel], 0.0)
         receiver = self.publisher.receiver(member.index)
         restart = member.spec.restart + member.restarts * _RESTART_STRIDE
-        before, member.ready = member.progress, None
+        before = member.done
         member.channel = self._launcher.start(replace(member.spec, restart=restart, receiver=receiver))
         self._await_first_reply(member, Deadline(self.backend.batch_timeout_s))
-        member.stepped_before += before.frames_stepped
+        member.before = before
         try:
             self._go_on(
                 member,
@@ -412,7 +396,10 @@ class WorkerGroup:
                 ),
             )
         except EOFError:
-            self._replace(member)
+            self._replace(member, "starting")
+        except TimeoutError:
+            raise self._too_late(member) from None
+        member.lost = ""
 
     def _go_on(self, member: Member, resume: Resume) -> None:
         """Let a new worker continue where another one was left, and do what that one has left undone."""
@@ -434,7 +421,7 @@ class WorkerGroup:
         )
 
     def _too_late(self, member: Member, what: str = "did not answer") -> CollectTimeoutError:
-        doing = "" if not member.waiting else f" ({type(member.waiting[0]).__name__})"
+        doing = f" while {member.doing}" if member.waiting else ""
         return CollectTimeoutError(
             f"{self.describe(member)} {what} within batch_timeout_s={self.backend.batch_timeout_s:g} s{doing}; "
             f"{member.channel.where_it_hangs(_LAST_WORDS_S)}"
@@ -446,9 +433,18 @@ class WorkerGroup:
             if now - member.since > self.backend.batch_timeout_s:
                 raise self._too_late(member)
 
-    def _check_usable(self, member: Member) -> None:
-        if member.lost:
-            raise WorkerDiedError(f"{member.lost} (this collector cannot go on; build a new one)")
+    def check_usable(self, members: Sequence[Member]) -> None:
+        """Check that some workers can still be used.
+
+        Raises:
+            CollectorClosedError: if somebody else has closed the group, a signal handler for instance.
+            WorkerDiedError: if one of them has ended.
+        """
+        if self._closed:
+            raise CollectorClosedError("the collector was closed while it was used; build a new one")
+        for member in members:
+            if member.lost:
+                raise WorkerDiedError(f"{member.lost} (this collector cannot go on; build a new one)")
 
     def describe(self, member: Member) -> str:
         """A worker in words."""
@@ -464,19 +460,17 @@ class WorkerGroup:
         shapes: ModelShapes = self.ask(self.members[0], Describe(model_id))
         return shapes
 
-    def _close_quietly(self) -> None:
-        """Close after something else went wrong, which is the one to be seen."""
-        try:
-            self.close()
-        except LitCollectError as error:
-            warnings.warn(f"closing the workers failed too: {error}", stacklevel=2)
 
-
-def _forgotten(members: list[Member], launcher: Launcher, timeout_s: float, process: int) -> None:
+def _forgotten(
+    members: list[Member], launcher: Launcher, scheme: WeightSyncScheme, timeout_s: float, process: int
+) -> None:
     """End the workers of a group that nobody closed."""
     if os.getpid() == process:
-        close_channels([member.channel for member in members], timeout_s)
-        launcher.close(timeout_s)
+        try:
+            close_channels([member.channel for member in members], timeout_s)
+        finally:
+            launcher.close(timeout_s)
+            scheme.close()
 
 
 def _nothing() -> None:

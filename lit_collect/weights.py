@@ -1,7 +1,10 @@
 """`WeightSnapshot`: the parameters and buffers of all models that act, with one version."""
 
+import functools
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -107,6 +110,38 @@ def named_tensors(weights: Weights) -> dict[str, Tensor]:
         else:
             raise TypeError(f"weights must be tensors, got {type(value).__name__} for {name!r}")
     return flat
+
+
+def module_of(policy: Any) -> nn.Module | None:
+    """The module of a policy: itself, or the one that it is a method of, with some arguments given or not.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> module_of(functools.partial(layer.forward)) is layer
+        True
+    """
+    while isinstance(policy, functools.partial):
+        policy = policy.func
+    owner = policy if isinstance(policy, nn.Module) else getattr(policy, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def hides_weights(function: Any) -> bool:
+    """Whether a function, or an object that can be called, uses a module with weights to learn, as far as can be seen.
+
+    Args:
+        function: no module, nor a method of one.
+    """
+    used: list[Any] = []
+    while isinstance(function, functools.partial):
+        used += [*function.args, *function.keywords.values()]
+        function = function.func
+    used += getattr(getattr(function, "__self__", function), "__dict__", {}).values()
+    if inspect.isfunction(function):
+        variables = inspect.getclosurevars(function)
+        used += [*variables.nonlocals.values(), *variables.globals.values(), *(function.__defaults__ or ())]
+    modules = [module for module in used if isinstance(module, nn.Module)]
+    return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
 def copy_weights(source: Mapping[str, Tensor], module: nn.Module) -> None:

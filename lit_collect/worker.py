@@ -3,16 +3,16 @@
 Nothing here knows how messages travel: see `Port`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from lit_collect.assembly import PRIVATE, Storage
-from lit_collect.config import RolloutConfig
+from lit_collect.config import RolloutConfig, nearest_multiples
 from lit_collect.envs.direct import DirectEnv
 from lit_collect.envs.factories import EnvSource
 from lit_collect.messages import (
@@ -32,6 +32,7 @@ from lit_collect.messages import (
     Reseed,
     Reset,
     Resume,
+    doing,
 )
 from lit_collect.paths import call, resolve
 from lit_collect.policies import RandomActor, make_actor
@@ -39,7 +40,7 @@ from lit_collect.profiling import RolloutProfiler
 from lit_collect.rollout import RolloutRunner
 from lit_collect.schemes import WeightReceiver
 from lit_collect.seeding import Placement
-from lit_collect.weights import ModelShapes, copy_weights
+from lit_collect.weights import ModelShapes, check_fit, copy_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,28 @@ class WorkerSpec:
     """Where weights come from (None: nowhere)."""
     version: int = 0
     """Of the weights that the policy has."""
+
+    def check(self, num_workers: int, *, travels: bool) -> None:
+        """Check what can be known before any worker is started.
+
+        Args:
+            num_workers: how many will share the env copies.
+            travels: whether they are outside this process.
+
+        Raises:
+            ValueError: if the copies cannot be shared evenly, or a live env would have to leave this process.
+        """
+        copies = self.num_envs or self.source.num_envs
+        if copies is not None and copies % num_workers:
+            raise ValueError(
+                f"num_envs must be a multiple of num_collectors={num_workers}, got {copies}; "
+                f"use {nearest_multiples(copies, num_workers)}"
+            )
+        if travels and self.source.live:
+            raise ValueError(
+                f"a live env cannot go to another process : expected what makes it, got {self.source.description}; "
+                f"pass an id, a callable or an EnvFactory"
+            )
 
 
 class Port(Protocol):
@@ -140,9 +163,8 @@ class Worker:
         self._version = spec.version
         self._busy_s = 0.0
         self._profiler: RolloutProfiler | None = None
-        self._models: dict[str, nn.Module] = {}
         self._actions: dict[type, Callable[[Any], Any]] = {
-            Load: self._load,
+            Load: lambda request: self._write(request.models),
             Reset: lambda request: self.runner.reset(request.index),
             Reseed: self._reseed,
             Resume: self._resume,
@@ -185,7 +207,7 @@ class Worker:
                 return Collected(batch=self._collect(request), progress=self.progress)
             return Done(value=self._actions[type(request)](request), progress=self.progress)
         except BaseException as error:
-            return Failed.of(error, _doing(request), self.progress)
+            return Failed.of(error, doing(request), self.progress)
 
     def close(self) -> None:
         """Close the envs; may be called again."""
@@ -209,13 +231,16 @@ class Worker:
         """Between batches: all models of a snapshot together."""
         snapshot = None if self._receiver is None else self._receiver.receive(ticket)
         if snapshot is not None:
-            for model_id, tensors in snapshot.models.items():
-                copy_weights(tensors, self._model(model_id))
+            self._write(snapshot.models)
             self._version = snapshot.version
 
-    def _load(self, request: Load) -> None:
-        for model_id, tensors in request.models.items():
-            copy_weights(tensors, self._model(model_id))
+    def _write(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Weights by model id; nothing is written unless all of it fits."""
+        models = {model_id: self._model(model_id) for model_id in weights}
+        for model_id, model in models.items():
+            check_fit(weights[model_id], ModelShapes.of(model))
+        for model_id, model in models.items():
+            copy_weights(weights[model_id], model)
 
     def _reseed(self, request: Reseed) -> None:
         self.runner.reseed(*request.place.streams(self.runner.indices, request.restart))
@@ -239,12 +264,10 @@ class Worker:
             KeyError: if there is none.
             TypeError: if the policy is no module.
         """
-        if model_id not in self._models:
-            found = self.runner.actor.module if model_id == "policy" else self._find_model(model_id)
-            if not isinstance(found, nn.Module):
-                raise TypeError(f"the {model_id} has no weights : only an nn.Module can be updated")
-            self._models[model_id] = found
-        return self._models[model_id]
+        found = self.runner.actor.module if model_id == "policy" else self._find_model(model_id)
+        if not isinstance(found, nn.Module):
+            raise TypeError(f"the {model_id} has no weights : only an nn.Module can be updated")
+        return found
 
     def _find_model(self, path: str) -> Any:
         try:
@@ -297,11 +320,3 @@ def build_runner(spec: WorkerSpec) -> RolloutRunner:
     except BaseException:
         env.close()
         raise
-
-
-def _doing(request: Request) -> str:
-    if isinstance(request, Collect):
-        return f"collecting {request.steps} steps"
-    if isinstance(request, Execute):
-        return f"executing {request.path}"
-    return {Reset: "resetting", Close: "closing", Describe: "looking for a model"}.get(type(request), "being told")

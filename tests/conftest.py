@@ -147,7 +147,8 @@ class Hygiene:
             pytest.fail("the test left behind: " + ", ".join(left), pytrace=False)
 
     @pytest.fixture(scope="session")
-    def nursery(self) -> Iterator[None]:
+    @classmethod
+    def nursery(cls) -> Iterator[None]:
         """Keep the process that starts workers: starting it takes seconds, which each test would pay for anew.
 
         Tests that are about its own life must not use this.

@@ -1,11 +1,20 @@
 """Weights are read, copied and written whole, or not at all."""
 
+from functools import partial
+
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
 
-from lit_collect.weights import WeightSnapshot, copy_weights, models_to_update, named_tensors
+from lit_collect.weights import (
+    WeightSnapshot,
+    copy_weights,
+    hides_weights,
+    models_to_update,
+    module_of,
+    named_tensors,
+)
 
 
 class Tied(nn.Module):
@@ -151,3 +160,85 @@ def test_copy_weights_when_a_buffer_is_never_saved_takes_a_state_dict_without_it
     source, target = make(), make()
     copy_weights(named_tensors(source.state_dict()), target)
     assert torch.equal(target.weight, source.weight)
+
+
+class Acts:
+    """Can be called, and keeps what it needs."""
+
+    def __init__(self, needs) -> None:
+        self.needs = needs
+
+    def __call__(self, observation):
+        return self.needs(observation)
+
+    def act(self, observation):
+        return self.needs(observation)
+
+
+class Slotted:
+    """Has no dictionary of its own."""
+
+    __slots__ = ()
+
+    def act(self, observation):
+        return observation
+
+
+def enclosing(module):
+    return lambda observation: module(observation)
+
+
+def defaulting(module):
+    def act(observation, net=module):
+        return net(observation)
+
+    return act
+
+
+LAYER = nn.Linear(2, 1)
+OWNED = {
+    "module": LAYER,
+    "method": LAYER.forward,
+    "partial": partial(LAYER),
+    "partial of a method": partial(partial(LAYER.forward), torch.zeros(2)),
+}
+HIDDEN = {
+    "closure": enclosing(LAYER),
+    "default": defaulting(LAYER),
+    "global": lambda observation: LAYER(observation),
+    "object": Acts(LAYER),
+    "method of an object": Acts(LAYER).act,
+    "argument": partial(torch.nn.functional.relu, LAYER),
+    "keyword": partial(print, file=LAYER),
+}
+HARMLESS = {
+    "nothing": None,
+    "function": torch.zeros_like,
+    "method": "text".upper,
+    "frozen": enclosing(nn.Linear(2, 1).requires_grad_(False)),
+    "object": Acts(torch.tanh),
+    "slots": Slotted().act,
+    "partial": partial(torch.clamp, min=0),
+}
+
+
+@pytest.mark.parametrize("policy", OWNED.values(), ids=OWNED)
+def test_module_of_a_policy_is_the_one_that_acts(policy) -> None:
+    assert module_of(policy) is LAYER
+
+
+@pytest.mark.parametrize(
+    "policy", [*HIDDEN.values(), *HARMLESS.values()], ids=[*HIDDEN, *(f"no {n}" for n in HARMLESS)]
+)
+def test_policy_that_is_no_module_has_none(policy) -> None:
+    assert module_of(policy) is None
+
+
+@pytest.mark.parametrize("policy", HIDDEN.values(), ids=HIDDEN)
+def test_weights_to_learn_that_a_function_uses_are_seen(policy) -> None:
+    assert hides_weights(policy)
+
+
+@pytest.mark.parametrize("policy", HARMLESS.values(), ids=HARMLESS)
+def test_function_without_weights_to_learn_hides_none(policy) -> None:
+    assert not hides_weights(policy)

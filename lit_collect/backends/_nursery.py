@@ -24,9 +24,11 @@ from lit_collect.errors import CollectTimeoutError, WorkerDiedError
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 # The trainer's search path comes first: a file of the current folder must not hide a module of this package.
 _COMMAND = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from lit_collect.backends._nursery_process import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+    "import sys; sys.path[:] = sys.argv[4:]; "
+    "from lit_collect.backends._nursery_process import serve; "
+    "serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split())"
 )
+_SHARED = ("lightning.pytorch",)  # what policies often need, and every worker would import by itself
 _SLICE_S = 0.1  # another thread may have read what this one waits for
 _SEND_S = 5.0  # what the nursery may take to make room for a message
 _KILL_S = 5.0  # what the system may take to end a killed process
@@ -60,7 +62,8 @@ class Nursery:
         self._wire, other_end = Wire.pair()
         try:
             with other_end:
-                arguments = [str(other_end.fileno()), str(self._owner), *_search_path()]
+                shared = " ".join(name for name in _SHARED if name in sys.modules)
+                arguments = [str(other_end.fileno()), str(self._owner), shared, *_search_path()]
                 self._process = subprocess.Popen(
                     [sys.executable, *interpreter_flags(), "-c", _COMMAND, *arguments],
                     stdin=subprocess.DEVNULL,

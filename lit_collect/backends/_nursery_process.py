@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Literal, NoReturn
@@ -100,12 +100,13 @@ def interpreter_flags() -> list[str]:
     return flags
 
 
-def serve(descriptor: int, trainer: int) -> NoReturn:
+def serve(descriptor: int, trainer: int, shared: Sequence[str]) -> NoReturn:
     """Import, then do what the trainer asks until it is gone.
 
     Args:
         descriptor: of the socket to the trainer.
         trainer: its process id.
+        shared: modules that workers may need besides; one that cannot be imported is left to who needs it.
     """
     for number in _FOR_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
@@ -113,6 +114,9 @@ def serve(descriptor: int, trainer: int) -> NoReturn:
     os.set_inheritable(descriptor, False)
     control = Wire(socket.socket(fileno=descriptor))
     importlib.import_module("lit_collect.worker")
+    for name in shared:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the workers share these pages as long as nobody writes to them
     _flush()  # what importing has printed must not be printed by every worker

@@ -35,6 +35,8 @@ class Layout:
     """How slots are divided."""
 
     places: Mapping[Key, Place]
+    steps: int
+    """T of the longest batch."""
     slot_size: int
     """Bytes."""
 
@@ -46,7 +48,7 @@ class Layout:
             places[key] = Place(offset=end, shape=(column.shape[0], steps, *column.shape[2:]), dtype=column.dtype)
             size = column.element_size() * column[:, :1].numel() * steps
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return cls(places=places, slot_size=max(end, _ALIGNMENT))
+        return cls(places=places, steps=steps, slot_size=max(end, _ALIGNMENT))
 
     def holds(self, columns: Mapping[Key, Tensor]) -> bool:
         """Whether a batch has these columns and is not too long."""
@@ -107,7 +109,7 @@ class SlotWriter:
         columns = columns_of(batch)
         steps, memory = batch.shape[1], None
         if self._layout is None or not self._layout.holds(columns):
-            before = 0 if self._layout is None else next(iter(self._layout.places.values())).shape[1]
+            before = 0 if self._layout is None else self._layout.steps
             memory = self._make_room(columns, max(steps, before))
         slot = self._slot
         for key, view in self._views[slot].items():
@@ -132,6 +134,7 @@ class SlotReader:
     def __init__(self) -> None:
         self._block: SharedBlock | None = None
         self._views: list[dict[Key, Tensor]] = []
+        self._steps = 0  # of the longest batch
 
     def take(self, batch: InSlot) -> dict[Key, Tensor]:
         """The columns of a batch, [n, T, ...] in shared memory; valid until two more are asked for."""
@@ -139,7 +142,11 @@ class SlotReader:
             self.close()
             self._block, layout = batch.memory
             self._views = [layout.views(self._block, slot) for slot in range(SLOTS)]
-        return {key: view[:, : batch.steps] for key, view in self._views[batch.slot].items()}
+            self._steps = layout.steps
+        views = self._views[batch.slot]
+        if batch.steps == self._steps:
+            return views
+        return {key: view[:, : batch.steps] for key, view in views.items()}
 
     def close(self) -> None:
         """Let the memory go; views that were given out keep it."""

@@ -1,13 +1,16 @@
 """`Wire`: pickled messages between two processes over a socket, with deadlines and shared memory."""
 
 import errno
+import functools
 import io
 import os
 import pickle
 import select
 import socket
 import struct
+import sys
 import time
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -35,6 +38,15 @@ class _Pickler(cloudpickle.Pickler):
         super().__init__(file, protocol=5)
         self.handed_over: list[SharedBlock | socket.socket] = []
         self._positions: dict[int, int] = {}
+        self._by_value: list[ModuleType] = []
+
+    def dump(self, obj: Any) -> None:
+        """Write an object."""
+        try:
+            super().dump(obj)
+        finally:  # of cloudpickle's list, which is there for all
+            for module in self._by_value:
+                cloudpickle.unregister_pickle_by_value(module)
 
     def persistent_id(self, obj: Any) -> tuple[int, int] | None:
         """Position among the descriptors of a message, and the size in bytes of a block (-1: it is a socket)."""
@@ -47,6 +59,10 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """How to make an object again: one on an accelerator is made on the CPU, where workers act."""
+        if isinstance(obj, CodeType):  # cloudpickle leaves out the file, without which a traceback says little
+            return _make_code, (self.dispatch_table[CodeType](obj)[1], obj.co_filename)
+        if isinstance(obj, (type, FunctionType, ModuleType)):
+            self._see_module(obj.__name__ if isinstance(obj, ModuleType) else obj.__module__)
         # of a parameter or a module of tensors only the data are moved, which come here in their turn
         if isinstance(obj, (torch.Tensor, TensorDictBase)) and not isinstance(
             obj, (torch.nn.Parameter, torch.nn.Module)
@@ -56,6 +72,36 @@ class _Pickler(cloudpickle.Pickler):
             if obj.device is not None and obj.device.type != "cpu":
                 return obj.to("cpu").__reduce_ex__(5)
         return super().reducer_override(obj)
+
+    def _see_module(self, name: str | None) -> None:
+        """Take what stands in a module by value if another process would not find the module."""
+        module = None if name in (None, "__main__") else sys.modules.get(str(name))
+        if module is None or module.__name__ not in sys.modules:
+            return
+        top = module.__name__.partition(".")[0]
+        origin = getattr(getattr(sys.modules.get(top), "__spec__", None), "origin", None)
+        if not _is_found(top, origin) and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            self._by_value.append(module)
+
+
+@functools.cache
+def _is_found(name: str, origin: str | None) -> bool:
+    """Whether another process finds a module by its name, and not another one: runpy and plug-ins make such modules.
+
+    Args:
+        name: without dots.
+        origin: where the module of this process is from, if that is known.
+    """
+    for finder in sys.meta_path:
+        found = finder.find_spec(name, None)
+        if found is not None:
+            return origin is None or found.origin is None or found.origin == origin
+    return False
+
+
+def _make_code(parts: tuple[Any, ...], filename: str) -> CodeType:
+    return CodeType(*parts).replace(co_filename=filename)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -136,7 +136,7 @@ class Backend(ABC):
         """What carries weights to the workers of one collector."""
 
 
-def close_channels(channels: Sequence[Channel], timeout_s: float) -> list[Failed]:
+def close_channels(channels: Sequence[Channel], timeout_s: float) -> list[tuple[Channel, Failed]]:
     """End all workers, whatever any of them does: ask, wait, terminate, kill.
 
     Args:
@@ -144,14 +144,14 @@ def close_channels(channels: Sequence[Channel], timeout_s: float) -> list[Failed
         timeout_s: for those that were asked; another few seconds for those that do not obey.
 
     Returns:
-        What went wrong in closing envs.
+        What went wrong in closing envs, and where.
     """
-    failures: list[Failed] = []
+    failures: list[tuple[Channel, Failed]] = []
     try:
         deadline = Deadline(timeout_s)
         asked = [channel for channel in channels if _ask(channel, deadline)]
         for channel in asked:
-            failures += _last_words(channel, deadline)
+            failures += [(channel, failed) for failed in _last_words(channel, deadline)]
         _wait_for(asked, deadline.left_s)
     finally:  # also when somebody presses Ctrl-C a second time
         _end(channels)

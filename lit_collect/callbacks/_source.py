@@ -1,7 +1,7 @@
 """What the callbacks of this package read from a data module, and how they find it and each other."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import lightning as L
 import torch
@@ -35,6 +35,12 @@ class Collection(Protocol):
     @property
     def seconds(self) -> Mapping[str, float]:
         """Seconds spent so far (see `CollectorDataModule.seconds`)."""
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Counters of the collector (see `Collector.statistics`)."""
+
+    def close(self) -> None:
+        """Close all envs; may be called again."""
 
 
 def find_collection(trainer: L.Trainer) -> Collection | None:

@@ -36,16 +36,28 @@ _NAMES: dict[str, dict[str, str]] = {
 _SAVE_EVERY_S = 1.0  # loggers that keep rows in memory write them that often
 
 
-class _Interval(NamedTuple):
-    """What one rank spent since the last log, and how old its rows were."""
+class _Report(NamedTuple):
+    """What one rank says: seconds since the last log, how old its rows were, how its workers are."""
 
     env_s: float
     policy_s: float
+    transfer_s: float
     collect_s: float
     weight_sync_s: float
+    busy_s: float
     stale_total: float
     stale_rows: float
     stale_highest: float
+    stale_dropped: float
+    workers_alive: float
+    restarts: float
+    queue_fill: float
+
+
+_SECONDS = ("env_s", "policy_s", "transfer_s", "collect_s", "weight_sync_s", "busy_s")
+_COUNTS = ("stale_dropped", "workers_alive", "restarts", "queue_fill")
+_SUMS = ("stale_total", "stale_rows", "stale_dropped", "workers_alive", "restarts")  # over ranks; others: the largest
+_MEANS = ("busy_s", "queue_fill")
 
 
 class CollectionMonitor(Callback):
@@ -55,7 +67,8 @@ class CollectionMonitor(Callback):
     ``EarlyStopping`` can watch them: until the first episode has ended, ``episode/return_mean`` is the mean return so
     far of the running ones. Frames count steps of env copies, over all ranks and without action repeat; returns are
     undiscounted sums of stored rewards. ``time/fps`` includes training and evaluation, ``collect/fps`` does not.
-    Seconds are of the interval since the last log, the largest of all ranks. Evaluations are logged by the module
+    Seconds are of the interval since the last log, the largest of all ranks; ``time/collector_idle`` is the part of it
+    that workers did not spend in rollouts, the mean of all workers. Evaluations are logged by the module
     (``eval/...``), for validation and test alike.
 
     Without a `CollectorDataModule` the callback does nothing.
@@ -204,10 +217,12 @@ class CollectionMonitor(Callback):
     def _log(self, trainer: L.Trainer) -> None:
         assert self._source is not None
         self._pending = False
-        mine = [*self._episodes.totals(), *self._spent(self._source.seconds), *self._staleness]
+        counts = self._source.statistics()
+        spent, ages = self._spent(self._source.seconds), self._staleness
+        mine = [*self._episodes.totals(), *spent, *ages, *[counts[name] for name in _COUNTS]]
         ranks = gather_numbers(trainer, mine)
         split = len(EpisodeTotals._fields)
-        values = self._collected(self._source, _joined([_Interval(*rank[split:]) for rank in ranks]))
+        values = self._collected(self._source, _joined([_Report(*rank[split:]) for rank in ranks]))
         episodes = summarise_episodes([EpisodeTotals(*rank[:split]) for rank in ranks])
         values.update({f"episode/{name}": value for name, value in episodes.items()})
         self._count_total = int(episodes.get("count_total", self._count_total))
@@ -216,13 +231,12 @@ class CollectionMonitor(Callback):
         self._publish(trainer, values)
 
     def _spent(self, seconds: Mapping[str, float]) -> list[float]:
-        """Seconds since the last log: env, policy, collection, weight sync."""
-        names, before = ("env_s", "policy_s", "collect_s", "weight_sync_s"), self._seconds
-        self._seconds = dict(seconds)
+        """Seconds since the last log, of each kind."""
+        before, self._seconds = self._seconds, dict(seconds)
         # A counter that is lower than it was has begun anew, with a new collector.
-        return [now - before[name] if (now := seconds[name]) >= before[name] else now for name in names]
+        return [now - before[name] if (now := seconds[name]) >= before[name] else now for name in _SECONDS]
 
-    def _collected(self, source: Collection, spent: _Interval) -> dict[str, float]:
+    def _collected(self, source: Collection, spent: _Report) -> dict[str, float]:
         """The values that are not about episodes."""
         frames, version = source.frames_total, source.policy_version
         fresh, self._frames = frames - self._frames, frames
@@ -232,19 +246,23 @@ class CollectionMonitor(Callback):
             "collect/frames_total": frames,
             "time/env_s": spent.env_s,
             "time/policy_s": spent.policy_s,
+            "time/transfer_s": spent.transfer_s,
             "time/wait_data_s": spent.collect_s,
             "time/weight_sync_s": spent.weight_sync_s,
             "policy/version": version,
             "policy/syncs_total": version,
-            "policy/stale_dropped_total": 0,
-            "workers/alive": 1,
-            "workers/restarts_total": 0,
+            "policy/stale_dropped_total": spent.stale_dropped,
+            "workers/alive": spent.workers_alive,
+            "workers/restarts_total": spent.restarts,
+            "workers/queue_fill": spent.queue_fill,
         }
-        if spent.collect_s > 0:
-            values["collect/fps"] = fresh / spent.collect_s
-        if fps is not None:  # in synchronous collection one waits while the other works
-            idle = min(spent.collect_s / wall_s, 1.0)
-            values.update({"time/fps": fps, "time/trainer_idle": idle, "time/collector_idle": 1.0 - idle})
+        collecting_s = max(spent.collect_s, spent.busy_s)  # workers that go on by themselves are hardly waited for
+        if collecting_s > 0:
+            values["collect/fps"] = fresh / collecting_s
+        if fps is not None:
+            values["time/fps"] = fps
+            values["time/trainer_idle"] = min(spent.collect_s / wall_s, 1.0)
+            values["time/collector_idle"] = 1.0 - min(spent.busy_s / wall_s, 1.0)
         if spent.stale_rows:
             values["policy/staleness_mean"] = spent.stale_total / spent.stale_rows
             values["policy/staleness_max"] = spent.stale_highest
@@ -300,11 +318,11 @@ def _discard(listeners: list[Any], listener: Any) -> None:
         listeners.remove(listener)
 
 
-def _joined(ranks: list[_Interval]) -> _Interval:
-    """Of all ranks together: the longest times, all rows."""
+def _joined(ranks: list[_Report]) -> _Report:
+    """Of all ranks together: the longest times, all rows, all workers."""
     if len(ranks) == 1:
         return ranks[0]
-    longest = _Interval(*map(max, zip(*ranks, strict=True)))
-    return longest._replace(
-        stale_total=sum(rank.stale_total for rank in ranks), stale_rows=sum(rank.stale_rows for rank in ranks)
-    )
+    columns = {name: [getattr(rank, name) for rank in ranks] for name in _Report._fields}
+    sums = {name: sum(columns[name]) for name in _SUMS}
+    means = {name: sum(columns[name]) / len(ranks) for name in _MEANS}
+    return _Report(**{**{name: max(column) for name, column in columns.items()}, **sums, **means})

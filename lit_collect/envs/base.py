@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lit_collect.envs.spaces import TreeSpec
-from lit_collect.errors import WorkerFailedError
+from lit_collect.errors import WorkerFailedError, text_of
 
 Leaves = tuple[np.ndarray, ...]
 """The arrays of one observation or action, one for each leaf of its space, in the order of `TreeSpec.leaves`."""
@@ -133,7 +133,7 @@ class BatchedEnv(ABC):
 
 def env_failed(who: str, doing: str, error: Exception) -> WorkerFailedError:
     """What is raised from an exception of an env: who it was, what it was doing, the error's type and text."""
-    return WorkerFailedError(f"{who} failed in {doing}: {type(error).__name__}: {error}")
+    return WorkerFailedError(f"{who} failed in {doing}: {type(error).__name__}: {text_of(error)}")
 
 
 def brief(value: object) -> str:

@@ -80,9 +80,9 @@ class DirectEnv(BatchedEnv):
             try:
                 env.close()
             except Exception as error:  # the others must be closed all the same
-                failures.append(env_failed(self._name(index), "close", error))
-        if failures:
-            raise failures[0]
+                failures.append((env_failed(self._name(index), "close", error), error))
+        for failure, cause in failures:
+            raise failure from cause
 
     def _step_plain(self, actions: list[Any], views: StepViews) -> list[Final]:
         """The common case, one array observation: nothing but the work."""

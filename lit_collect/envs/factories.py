@@ -137,7 +137,7 @@ class EnvSource:
             for index in indices:
                 envs.append(self.make(index))
                 if isinstance(envs[0], VectorEnv):
-                    return self._adapt(envs[0], indices, fixed=num_envs is not None, rollout=rollout)
+                    return self._adapt(envs[0], indices, num_envs, rollout=rollout)
                 self._check(envs, index)
             return DirectEnv(
                 envs,
@@ -164,21 +164,23 @@ class EnvSource:
             raise env_failed(f"env copy {index}", "its constructor", error) from error
 
     def _adapt(
-        self, env: VectorEnv[Any, Any, Any], indices: range, *, fixed: bool, rollout: RolloutConfig
+        self, env: VectorEnv[Any, Any, Any], indices: range, num_envs: int | None, *, rollout: RolloutConfig
     ) -> VectorEnvAdapter:
         if len(self.makers) > 1 or (self.num_envs is not None and not self.live):
             raise TypeError(f"a sequence holds makers of single envs : expected gymnasium.Env, got {env}")
-        if fixed and len(indices) != env.num_envs:
+        if num_envs is not None and len(indices) != env.num_envs:
+            workers = num_envs // len(indices)
+            each = f" in each of {workers} workers" if workers > 1 else ""
             raise ValueError(
-                f"num_envs does not fit {self.description}, a vector env of {env.num_envs} copies : "
-                f"expected {env.num_envs} or None, got {len(indices)}"
+                f"num_envs does not fit {self.description}, a vector env of {env.num_envs} copies{each} : "
+                f"expected {workers * env.num_envs} or None, got {num_envs}"
             )
         return VectorEnvAdapter(
             env,
             keep_float64=rollout.keep_float64,
             max_frames_per_traj=rollout.max_frames_per_traj,
             owned=not self.live,
-            first=indices.start,
+            first=indices.start // len(indices) * env.num_envs,
         )
 
     def _check(self, envs: Sequence[Any], index: int) -> None:

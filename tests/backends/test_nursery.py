@@ -459,7 +459,7 @@ def run_trainer(tmp_path: Path, workers: Path) -> Iterator[Callable[[str], subpr
         sys.path.insert(0, WORKERS)
         from lit_collect.backends._nursery import Nursery
         from lit_collect.backends._wire import Wire
-        def say(*words): print(json.dumps(words), flush=True)
+        def say(*words): os.write(1, json.dumps(words).encode() + b"\\n")
         say("the script runs")
         def start(function):
             wire, theirs = Wire.pair()
@@ -494,7 +494,7 @@ def run_trainer(tmp_path: Path, workers: Path) -> Iterator[Callable[[str], subpr
 def test_script_without_a_guard_runs_once_and_is_told_how_workers_end(
     run_trainer: Callable[[str], subprocess.Popen],
 ) -> None:
-    out, err = run_trainer("""
+    trainer = run_trainer("""
         pairs = [start("leave"), start("fail"), start("sleep")]
         say([nursery.exit_status(pid, 60) for pid, _ in pairs[:2]])
         pid, wire = pairs[2]
@@ -507,7 +507,9 @@ def test_script_without_a_guard_runs_once_and_is_told_how_workers_end(
         say(os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]), nursery.exit_status(pid, 0.1), nursery.alive)
         nursery.close(10)
         say(nursery.exit_status(pid))
-    """).communicate(timeout=PATIENCE_S)
+    """)
+    out, err = trainer.communicate(timeout=PATIENCE_S)
+    assert trainer.returncode == 0, err
     assert [json.loads(line) for line in out.splitlines()] == [
         ["the script runs"],
         [[0, 1]],

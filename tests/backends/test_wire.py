@@ -1,5 +1,6 @@
 """Messages between two ends: whole, in order, in time, and with nothing lost or left behind when one end fails."""
 
+import importlib.util
 import math
 import os
 import select
@@ -14,7 +15,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -424,3 +427,38 @@ def test_tensors_of_a_gpu_arrive_on_the_cpu() -> None:
     assert torch.equal(module.weight, layer.weight.cpu())
     assert (data.device.type, data["x"].device.type) == ("cpu", "cpu")
     assert (layer.weight.device.type, nested["x"].device.type) == ("cuda", "cuda")
+
+
+TOOL_MADE = """
+SECRET = 7
+
+class Door:
+    def open(self):
+        return SECRET
+
+def knock():
+    return Door().open()
+"""
+
+
+@pytest.mark.parametrize("name", ["made_by_a_tool", "made_by_a_tool.part", "<run_path>", "fractions"])
+def test_what_stands_in_a_module_that_another_process_would_not_find_travels_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tool.py"
+    path.write_text(TOOL_MADE)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, name, module)
+        data = dumps((module.Door, module.knock))
+        assert cloudpickle.list_registry_pickle_by_value() == set()
+    door, knock = loads(data)  # there is no such module any more, or another one
+    assert door().open() == knock() == 7
+
+
+def test_what_another_process_finds_travels_by_name() -> None:
+    assert loads(dumps(Wire)) is Wire
+    assert loads(dumps(math)) is math
+    assert len(dumps(Wire)) < 100

@@ -37,6 +37,16 @@ COLLECT = {
     "TorchRL Collector": "torchrl_peer:collector",
     "SB3 collect_rollouts": "sb3_peer:collector",
 }
+PROCESSES = {
+    "direct, N copies": "ours_processes:direct",
+    "2 workers, N copies": "ours_processes:two_workers",
+    "2 workers, N copies each": "ours_processes:two_workers_of_as_many",
+    "TorchRL, 2 workers, N copies": "torchrl_peer:two_workers",
+}
+OVERLAP = {
+    "direct, then learn": "ours_processes:learn_in_turn",
+    "1 asynchronous worker": "ours_processes:learn_meanwhile",
+}
 LEARN = {
     "SB3 learn": "sb3_peer:learn",
     "lit_collect Trainer.fit": "ours:fit",
@@ -63,9 +73,9 @@ def frames_per_second(collect: Callable[[], int]) -> float:
     return frames / elapsed
 
 
-def measure_collect(num_envs: int, repetitions: int) -> Samples:
+def measure_collect(targets: dict[str, str], num_envs: int, repetitions: int) -> Samples:
     """Frames per second of every contestant, by turns, after one batch of warm-up each."""
-    makers = {name: load(target) for name, target in COLLECT.items()}
+    makers = {name: load(target) for name, target in targets.items()}
     contestants = {name: make(num_envs) for name, make in makers.items() if make}
     for collect in contestants.values():
         collect()
@@ -140,10 +150,17 @@ def conditions() -> str:
     return f"{model}, {os.cpu_count()} CPUs, load average {load_average}\n{', '.join(versions)}"
 
 
+def print_costs() -> None:
+    """What hand-overs between processes cost the learner."""
+    for name, microseconds, copy in importlib.import_module("ours_processes").costs():
+        compared = f" ({microseconds / copy:.2f} times one copy of it)" if copy else ""
+        print(f"{name}: {microseconds:.0f} us{compared}")
+
+
 def main() -> None:
     """Measure what the command line asks for and print one table for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=("collect", "learn", "all"), default="all")
+    parser.add_argument("--what", choices=("collect", "processes", "learn", "all"), default="all")
     parser.add_argument(
         "--repetitions", type=int, default=5, help="of each measurement, at least 5 for a figure to quote"
     )
@@ -157,14 +174,24 @@ def main() -> None:
     print(conditions())
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        columns: dict[str, Samples] = {}
-        if options.what != "learn":
-            columns |= {f"collect, {n} env{'s' * (n > 1)}": measure_collect(n, options.repetitions) for n in NUM_ENVS}
-        if options.what != "collect":
-            columns[f"learn, {LEARN_FRAMES:,} frames"] = measure_learn(options.repetitions, Path(folder))
+        tables: list[dict[str, Samples]] = []
+        chosen, repetitions = options.what, options.repetitions
+        if chosen in ("collect", "all"):
+            tables.append(
+                {f"collect, {n} env{'s' * (n > 1)}": measure_collect(COLLECT, n, repetitions) for n in NUM_ENVS}
+            )
+        if chosen in ("processes", "all"):
+            tables.append({f"workers, N = {n}": measure_collect(PROCESSES, n, repetitions) for n in NUM_ENVS[1:]})
+            tables.append(
+                {f"learning as long, {n} envs": measure_collect(OVERLAP, n, repetitions) for n in NUM_ENVS[1:]}
+            )
+            print_costs()
+        if chosen in ("learn", "all"):
+            tables.append({f"learn, {LEARN_FRAMES:,} frames": measure_learn(repetitions, Path(folder))})
         os.chdir("/")
-    print(f"\nratio to the first row of the column (median frames per second), {options.repetitions} repetitions\n")
-    print(table(columns))
+    print(f"\nratio to the first row of the column (median frames per second), {repetitions} repetitions")
+    for columns in tables:
+        print(f"\n{table(columns)}")
     print(f"\nload average afterwards {' '.join(f'{load:.2f}' for load in os.getloadavg())}")
 
 

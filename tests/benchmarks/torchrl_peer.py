@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from policies import make_actor
-from torchrl.collectors import Collector
+from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.envs import EnvBase, GymEnv, SerialEnv
 
 
@@ -23,6 +24,21 @@ def collector(num_envs: int, frames_per_batch: int = 2048) -> Callable[[], int]:
     batches = iter(
         Collector(
             make_env(num_envs),
+            make_actor(),
+            frames_per_batch=frames_per_batch,
+            total_frames=-1,
+            device="cpu",
+            auto_register_policy_transforms=False,
+        )
+    )
+    return lambda: next(batches).numel()
+
+
+def two_workers(num_envs: int, frames_per_batch: int = 2048) -> Callable[[], int]:
+    """The same with two synchronous worker processes, the env copies divided between them."""
+    batches = iter(
+        MultiSyncCollector(
+            [partial(make_env, num_envs // 2)] * 2,
             make_actor(),
             frames_per_batch=frames_per_batch,
             total_frames=-1,

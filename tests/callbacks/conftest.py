@@ -13,6 +13,7 @@ from torch import nn
 COPIES, STEPS = 2, 4  # of each batch
 EPISODE = 6  # frames of each episode: the first ends in the second batch
 FRAMES = COPIES * STEPS
+SECONDS = ("env_s", "policy_s", "collect_s", "weight_sync_s", "transfer_s", "busy_s")  # each batch takes 1/8, 2/8, ...
 
 
 class Loader:
@@ -37,10 +38,14 @@ class KnownData(L.LightningDataModule):
         self.total_frames = batches * FRAMES if budget else -1
         self.frames_total = 0
         self.policy_version = 0
-        self.seconds = {"env_s": 0.0, "policy_s": 0.0, "collect_s": 0.0, "weight_sync_s": 0.0}
+        self.seconds = dict.fromkeys(SECONDS, 0.0)
+        self.counts = {"stale_dropped": 0, "workers_alive": 3, "restarts": 1, "queue_fill": 0.25}
         self.collected = 0
         self.fail_at: int | None = None
         self._batches, self._minibatches = batches, minibatches
+
+    def statistics(self) -> dict[str, float]:
+        return dict(self.counts)
 
     def train_dataloader(self) -> Loader:
         return Loader(self._batches * self._minibatches, self._train)
@@ -65,6 +70,7 @@ class KnownData(L.LightningDataModule):
         )
         self.collected += 1
         self.frames_total += FRAMES
+        self.counts["stale_dropped"] += 5
         for number, name in enumerate(self.seconds, 1):
             self.seconds[name] += number / 8
         for listener in list(self.rollout_listeners):

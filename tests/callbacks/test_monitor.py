@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lit_collect import CollectorDataModule, EvaluationConfig, UpdateConfig
 from lit_collect.callbacks import CollectionMonitor, FrameProgress, LearningCurve
@@ -17,6 +18,7 @@ ALWAYS = {
     "time/fps",
     "time/env_s",
     "time/policy_s",
+    "time/transfer_s",
     "time/wait_data_s",
     "time/weight_sync_s",
     "time/trainer_idle",
@@ -28,6 +30,7 @@ ALWAYS = {
     "policy/staleness_max",
     "workers/alive",
     "workers/restarts_total",
+    "workers/queue_fill",
     "episode/return_mean",
 }
 SINCE_FIRST_END = {
@@ -86,17 +89,63 @@ def test_logged_values_are_those_of_the_data(known_data, learner, trainer_with) 
     assert second["episode/length_mean"] == 6
     assert [line["episode/count"] for line in (second, third)] == [2, 2]
     assert [line["episode/count_total"] for line in (second, third)] == [2, 4]
-    names = ("env_s", "policy_s", "wait_data_s", "weight_sync_s")
+    names = ("env_s", "policy_s", "wait_data_s", "weight_sync_s", "transfer_s")
     assert [[line[f"time/{name}"] for name in names] for line in (first, second, third)] == [
-        [1 / 8, 2 / 8, 3 / 8, 4 / 8]
+        [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8]
     ] * 3
-    assert [line["collect/fps"] for line in (first, second)] == pytest.approx([8 / (3 / 8)] * 2)
     assert [line["policy/staleness_max"] for line in (first, second, third)] == [0, 1, 1]
     assert [line["policy/staleness_mean"] for line in (first, second, third)] == [0, 1, 1]
     assert [line["policy/version"] for line in (first, second, third)] == [1, 2, 3]
-    assert first["workers/alive"] == 1
+    assert [line["policy/stale_dropped_total"] for line in (first, second, third)] == [5, 10, 15]
+    assert [first[f"workers/{name}"] for name in ("alive", "restarts_total", "queue_fill")] == [3, 1, 0.25]
     assert all(line["time/fps"] > 0 for line in (first, second, third))
     assert monitor.latest["collect/frames_total"] == 24
+
+
+@pytest.mark.parametrize(("without", "seconds"), [("busy_s", 3 / 8), ("collect_s", 6 / 8), (None, 6 / 8)])
+def test_collection_alone_takes_what_is_waited_for_or_what_workers_are_busy(
+    known_data, learner, trainer_with, without, seconds
+) -> None:
+    data = known_data(batches=2)
+    data.rollout_listeners.append(lambda batch: data.seconds.update({without: 0.0} if without else {}))
+    trainer = trainer_with(CollectionMonitor())
+    trainer.fit(learner, datamodule=data)
+    assert [line["collect/fps"] for line in rows(trainer)] == pytest.approx([8 / seconds] * 2)
+
+
+@pytest.mark.parametrize(("without", "idle"), [("busy_s", (1, 1)), ("collect_s", (0, 0)), (None, (1, 0))])
+def test_who_is_idle_is_measured_for_each_alone(known_data, learner, trainer_with, without, idle) -> None:
+    data = known_data(batches=2)  # which say that they took longer than they did
+    data.rollout_listeners.append(lambda batch: data.seconds.update({without: 0.0} if without else {}))
+    trainer = trainer_with(CollectionMonitor())
+    trainer.fit(learner, datamodule=data)
+    assert [(line["time/trainer_idle"], line["time/collector_idle"]) for line in rows(trainer)] == [idle] * 2
+
+
+class WithAnotherRank(SingleDeviceStrategy):
+    """Of two ranks the first one; the other one has the same numbers, and one more of each."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.world_size = 2
+
+    def reduce(self, tensor, *args, **kwargs):
+        if tensor.ndim < 2:  # the lengths of loaders
+            return 2 * tensor
+        return tensor + torch.stack((torch.zeros_like(tensor[0]), tensor[0] + 1))
+
+
+def test_values_of_all_ranks_are_joined(known_data, learner, trainer_with) -> None:
+    monitor = CollectionMonitor()
+    trainer = trainer_with(monitor, strategy=WithAnotherRank())
+    trainer.fit(learner, datamodule=known_data(batches=1))
+    (line,) = rows(trainer)
+    sums = {"workers/alive": 3 + 4, "workers/restarts_total": 1 + 2, "policy/stale_dropped_total": 5 + 6}
+    means = {"workers/queue_fill": (0.25 + 1.25) / 2, "policy/staleness_mean": (0 + 1) / (8 + 9)}
+    largest = {"time/env_s": 1 + 1 / 8, "time/transfer_s": 1 + 5 / 8, "policy/staleness_max": 1}
+    busy_s = (6 / 8 + 1 + 6 / 8) / 2
+    expected = {**sums, **means, **largest, "collect/fps": 8 / max(busy_s, 1 + 3 / 8)}
+    assert {key: line[key] for key in expected} == pytest.approx(expected)
 
 
 def test_callback_metrics_have_the_values_from_the_first_minibatch_on(known_data, learner, trainer_with) -> None:
@@ -305,6 +354,9 @@ def test_real_collection_is_measured_exactly(trainer_with, tmp_path) -> None:
     assert [line["policy/version"] for line in lines] == [0, 1, 2, 3]
     assert [line["policy/staleness_max"] for line in lines] == [0] * 4
     assert all(0 < line["time/env_s"] < line["time/wait_data_s"] for line in lines)
+    busy_s = [(1 - line["time/collector_idle"]) * 8 / line["time/fps"] for line in lines]
+    assert sum(busy_s) == pytest.approx(data.seconds["busy_s"])
+    assert all(line["workers/alive"] == 1 and line["time/transfer_s"] >= 0 for line in lines)
     assert lines[0]["episode/return_mean"] == 1 + 2 + 3
     expected = np.array([6.0, 306.0, 606.0, 906.0, 1206.0])  # the reward is 100 x episode + step
     assert lines[-1]["episode/return_mean"] == expected.mean()

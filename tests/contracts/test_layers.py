@@ -37,6 +37,7 @@ LAYERS = {
     "lit_collect.worker": 4,
     "lit_collect.backends": 5,
     "lit_collect.gathering": 6,
+    "lit_collect.members": 6,
     "lit_collect.publishing": 6,
     "lit_collect.supervisor": 6,
     "lit_collect.background": 7,
@@ -132,7 +133,7 @@ def test_backends_do_not_know_each_other(module: str) -> None:
     if module == "lit_collect.backends":  # the registry knows them all
         return
     known = {"lit_collect.backends.base"}
-    if module == "lit_collect.backends.process" or "._" in module:  # which is put together from several files
+    if module == "lit_collect.backends.process" or "._" in module:  # which are several files of one backend
         known |= {name for name in MODULES if name.startswith("lit_collect.backends._")}
     if module == "lit_collect.backends.submitit":
         known.add("lit_collect.backends.distributed")

@@ -1,6 +1,8 @@
 """What users import. A name here goes away only with a deprecation."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -8,8 +10,10 @@ import lit_collect
 import trainers
 
 NAMES = [
+    "Backend",
     "BackendUnavailableError",
     "BudgetSpentError",
+    "CollectTimeoutError",
     "CollectionMonitor",
     "Collector",
     "CollectorCLI",
@@ -23,16 +27,27 @@ NAMES = [
     "FrameContractError",
     "FrameProgress",
     "GymEnvFactory",
+    "Hooks",
     "LearningCurve",
     "LitCollectError",
+    "NoSync",
+    "Pipe",
     "PolicyFactory",
+    "ProcessBackend",
     "RandomPolicy",
     "ReplayConfig",
     "RolloutConfig",
+    "SharedMemory",
+    "StaleDataError",
     "TrajectoryConfig",
     "UpdateConfig",
+    "WeightReceiver",
     "WeightSnapshot",
     "WeightSync",
+    "WeightSyncScheme",
+    "WorkerDiedError",
+    "WorkerFailedError",
+    "check_batch",
     "make_dataloader",
 ]
 CONFIGS = [name for name in NAMES if name.endswith("Config")]
@@ -50,6 +65,49 @@ def test_public_name_exists_and_is_documented(name: str) -> None:
     text = vars(thing).get("__doc__") if inspect.isclass(thing) else inspect.getdoc(thing)
     assert text
     assert not text.startswith(f"{name}(")  # what dataclass writes where nobody did
+
+
+def test_package_shows_its_public_names_before_they_are_imported() -> None:
+    code = "import sys, lit_collect; print(set(lit_collect.__all__) <= set(dir(lit_collect)), 'torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.split() == ["True", "False"]
+
+
+def test_name_that_does_not_exist_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="module 'lit_collect' has no attribute 'Colector'"):
+        _ = lit_collect.Colector
+
+
+METHODS = [
+    "async_shutdown",
+    "cascade_execute",
+    "collect",
+    "enable_profile",
+    "frames_left",
+    "increment_version",
+    "init_updater",
+    "is_running",
+    "load_state_dict",
+    "pause",
+    "policy_version",
+    "profile_config",
+    "receive_weights",
+    "register_scheme_receiver",
+    "reset",
+    "rollout",
+    "set_seed",
+    "shutdown",
+    "start",
+    "state_dict",
+    "statistics",
+    "update_policy_weights_",
+    "workers",
+]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_collector_has_its_documented_methods(name: str) -> None:
+    assert inspect.getdoc(getattr(lit_collect.Collector, name))
 
 
 def test_public_names_are_listed_once() -> None:
