@@ -7,20 +7,17 @@ missed some publications gets the newest set of all models, those included that 
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from lit_collect.errors import CollectTimeoutError
+from lit_collect.halves import HEADER_BYTES, Halves, Models, half_bytes, table_of, views_of
 from lit_collect.shared import SharedBlock
 from lit_collect.weights import WeightSnapshot
-
-Models = Mapping[str, Mapping[str, Tensor]]
-"""Tensors by model id and dotted name."""
 
 _NOTHING = -1  # older than every version
 
@@ -204,7 +201,7 @@ class SharedMemory(WeightSyncScheme):
     """
 
     def __init__(self) -> None:
-        self._halves: _Halves | None = None
+        self._halves: Halves | None = None
         self._retired: SharedBlock | None = None  # kept open: a ticket for it may be on its way still
         self._own: dict[int, WeightSnapshot] = {}  # of workers that were given more than all were
         self._sent: dict[int, int] = {}  # versions of those
@@ -262,10 +259,10 @@ class SharedMemory(WeightSyncScheme):
         """Write into new memory; a worker reads the old one until its next ticket."""
         old = self._halves
         whole = models if old is None else {**old.newest(), **models}
-        table = _table(whole)
-        block = SharedBlock.create(_HEADER_BYTES + 2 * _half_bytes(table))
+        table = table_of(whole)
+        block = SharedBlock.create(HEADER_BYTES + 2 * half_bytes(table))
         try:
-            halves = _Halves(block, table)
+            halves = Halves(block, table)
             halves.write(whole, version)
         except BaseException:
             block.close()
@@ -274,7 +271,7 @@ class SharedMemory(WeightSyncScheme):
         self._opened.clear()
         self._retire(old)
 
-    def _retire(self, halves: "_Halves | None") -> None:
+    def _retire(self, halves: "Halves | None") -> None:
         """Close what was retired before, and this the next time."""
         before, self._retired = self._retired, None if halves is None else halves.block
         if before is not None:
@@ -285,7 +282,7 @@ class SharedMemory(WeightSyncScheme):
 class SharedTicket:
     """What a worker is told by `SharedMemory`: where the memory is, and what it alone is given."""
 
-    halves: "_Halves | None"
+    halves: "Halves | None"
     """The memory, if it is new to the worker."""
     snapshot: WeightSnapshot | None
     """What was published to this worker and not to all."""
@@ -303,7 +300,7 @@ class SharedMemoryReceiver(WeightReceiver):
         self._timeout_s = timeout_s
         self._clock = clock
         self._version = _NOTHING
-        self._halves: _Halves | None = None
+        self._halves: Halves | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._models: Models = {}  # views of these bytes
 
@@ -326,14 +323,14 @@ class SharedMemoryReceiver(WeightReceiver):
             self._version = newest.version
         return newest
 
-    def _open(self, halves: "_Halves") -> None:
+    def _open(self, halves: "Halves") -> None:
         """Use this memory from here on."""
         old, self._halves = self._halves, halves
         if old is not None and old.block is not halves.block:
             old.block.close()
         with torch.inference_mode(False):  # they are written in any mode
-            self._bytes = torch.empty(_half_bytes(halves.table), dtype=torch.uint8)
-        self._models = _views(self._bytes, halves.table)
+            self._bytes = torch.empty(half_bytes(halves.table), dtype=torch.uint8)
+        self._models = views_of(self._bytes, halves.table)
 
     def _read(self, newer_than: int) -> WeightSnapshot | None:
         """What is in the memory, if it is newer than a version."""
@@ -353,132 +350,6 @@ class SharedMemoryReceiver(WeightReceiver):
                     f"no copy of the weights was whole: expected one within {self._timeout_s:g} s, got two "
                     "publications during each; publish less often (every_n_steps of WeightSync)"
                 )
-
-
-class _Place(NamedTuple):
-    """Where a tensor lies in each half."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    size: int
-
-
-_Table = Mapping[str, Mapping[str, _Place]]
-
-_ALIGNMENT = 64  # bytes: the widest vector registers, and a cache line
-_HEADER_BYTES = _ALIGNMENT
-_ACTIVE = 0  # which half is the newest; the integers after it are pairs, one per half:
-_SEQUENCE = (1, 3)  # odd while the half is being written
-_VERSION = (2, 4)
-
-
-class _Halves:
-    """Two sets of the same tensors in shared memory, of which one is the newest and the other may be written.
-
-    One process writes. Each half is guarded by a seqlock: its sequence is odd while it is written and never the same
-    again, so a reader whose half was written in the meantime (it was slow and the writer has flipped twice) finds
-    another number than before its copy. All this relies on stores becoming visible in the order in which they are
-    made, and on loads being made in order, as on x86, across calls that no compiler can reorder, and on aligned
-    64-bit integers being read and written whole.
-
-    Args:
-        block: the memory, zeroed before the first use.
-        table: places by model id and name.
-    """
-
-    def __init__(self, block: SharedBlock, table: _Table) -> None:
-        size = _half_bytes(table)
-        self.block = block
-        self.table = table
-        self._header = block.integers(0, 5)
-        self._bytes = [block.tensor(_HEADER_BYTES + half * size, (size,), torch.uint8) for half in (0, 1)]
-        self._models = [_views(half, table) for half in self._bytes]
-
-    def __reduce__(self) -> tuple[type["_Halves"], tuple[SharedBlock, _Table]]:
-        return type(self), (self.block, self.table)
-
-    def fit(self, models: Models) -> bool:
-        """Whether models can be written: they are known, and all their tensors have their places."""
-        for model_id, tensors in models.items():
-            places = self.table.get(model_id)
-            if places is None or places.keys() != tensors.keys():
-                return False
-            for name, tensor in tensors.items():
-                place = places[name]
-                if tensor.shape != place.shape or tensor.dtype != place.dtype:
-                    return False
-        return True
-
-    def newest(self) -> Models:
-        """Views of the newest set, for the process that writes."""
-        return self._models[self._header[_ACTIVE]]
-
-    def write(self, models: Models, version: int) -> None:
-        """Write the idle half and make it the newest; models left out are taken from the other half."""
-        header, newest = self._header, self.newest()
-        half = 1 - header[_ACTIVE]
-        sequence = header[_SEQUENCE[half]] | 1  # odd already if an exception ended the last attempt
-        header[_SEQUENCE[half]] = sequence
-        header[_VERSION[half]] = version
-        with torch.no_grad():
-            for model_id, targets in self._models[half].items():
-                sources = models.get(model_id, newest[model_id])
-                for name, target in targets.items():
-                    target.copy_(sources[name])
-        header[_SEQUENCE[half]] = sequence + 1
-        header[_ACTIVE] = half
-
-    def copy_newest(self, newer_than: int, target: Tensor) -> int | None:
-        """Copy the newest half if it is newer than a version.
-
-        Args:
-            newer_than: the version.
-            target: bytes, as many as a half has.
-
-        Returns:
-            The version of what was copied, `newer_than` if there is nothing newer, None if the copy is worthless.
-        """
-        header = self._header
-        half = header[_ACTIVE]
-        sequence = header[_SEQUENCE[half]]
-        if sequence % 2:
-            return None
-        version = header[_VERSION[half]]
-        if version <= newer_than:
-            return newer_than
-        target.copy_(self._bytes[half])
-        return version if header[_SEQUENCE[half]] == sequence else None
-
-
-def _table(models: Models) -> _Table:
-    """Give every tensor of these models its place."""
-    table: dict[str, dict[str, _Place]] = {}
-    offset = 0
-    for model_id, tensors in models.items():
-        places = table[model_id] = {}
-        for name, tensor in tensors.items():
-            size = tensor.numel() * tensor.element_size()
-            places[name] = _Place(tensor.dtype, tuple(tensor.shape), offset, size)
-            offset += size + -size % _ALIGNMENT
-    return table
-
-
-def _half_bytes(table: _Table) -> int:
-    end = max((place.offset + place.size for places in table.values() for place in places.values()), default=0)
-    return end + -end % _ALIGNMENT
-
-
-@torch.inference_mode(False)
-def _views(half: Tensor, table: _Table) -> Models:
-    """The tensors that lie in the bytes of a half."""
-    return {
-        model_id: {
-            name: half[place.offset : place.offset + place.size].view(place.dtype).reshape(place.shape)
-            for name, place in places.items()
-        }
-        for model_id, places in table.items()
-    }
 
 
 def _copies(models: Models) -> Models:

@@ -128,7 +128,12 @@ class _ProcessChannel(Channel):
         # of a worker that has ended, what it said before can still be read, and nothing else will come
         reply: Reply = self._last_words() if self.has_ended() else self.wire.receive(timeout_s)
         if isinstance(reply, Collected) and isinstance(reply.batch, InSlot):
-            return replace(reply, batch=self._reader.take(reply.batch))
+            try:
+                return replace(reply, batch=self._reader.take(reply.batch))
+            finally:
+                if self._released:  # by a signal handler, meanwhile
+                    self._reader.close()
+                    raise EOFError("the worker is closed")
         if isinstance(reply, Done) and reply.value is not None:
             try:
                 return replace(reply, value=loads(reply.value))

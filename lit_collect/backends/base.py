@@ -175,7 +175,7 @@ def _last_words(channel: Channel, deadline: Deadline) -> list[Failed]:
             reply = channel.receive(deadline.left_s)
             if isinstance(reply, Failed) and reply.doing == "closing":
                 failures.append(reply)
-    except (EOFError, TimeoutError):
+    except Exception:  # it has ended, or takes too long, or a signal handler closes it in the middle of a message
         return failures
 
 

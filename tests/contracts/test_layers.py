@@ -17,6 +17,7 @@ LAYERS = {
     "lit_collect.shared": 0,
     "lit_collect.budget": 1,
     "lit_collect.config": 1,
+    "lit_collect.halves": 1,
     "lit_collect.hooks": 1,
     "lit_collect.schemes": 1,
     "lit_collect.weights": 1,
