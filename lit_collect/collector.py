@@ -87,8 +87,7 @@ class Collector:
             WorkerSpec(source=source, policy=policy, rollout=rollout, num_envs=num_envs, place=self._place), backend
         )
         self.num_envs = self._group.num_envs
-        self.frames_per_batch = frames_per_batch
-        self.total_frames = total_frames
+        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
         self._budget = Budget(total=total_frames)
         try:  # the copies are known for sure only now: a factory may have made a vector env
             check_frames(frames_per_batch, total_frames, self.num_envs, self.num_envs)
@@ -461,6 +460,7 @@ class Collector:
             try:
                 self._group.close()
             finally:
+                self._gatherer.forget()
                 self._check_background()
 
     def _next(self, timeout_s: float | None) -> TensorDictBase | None:

@@ -59,6 +59,9 @@ class Gatherer(ABC):
     def discard(self) -> None:
         """Drop what was collected and not handed out."""
 
+    def forget(self) -> None:  # noqa: B027 (not all of them keep anything)
+        """Drop what is here, which takes up memory, and ask nobody: the workers are closed."""
+
 
 def make_gatherer(group: WorkerGroup, *, sync: bool, earlier: Gatherer | None = None) -> Gatherer:
     """Who makes the batches of a group.
@@ -194,6 +197,10 @@ class FirstCome(Gatherer):
         if self._group.drain() or self._arrived:
             self._arrived.clear()
             self._group.reset(None)
+
+    def forget(self) -> None:
+        """See `Gatherer.forget`."""
+        self._arrived = deque()  # another thread may be looking at the old one
 
     def _receive(self, timeout_s: float | None) -> bool:
         """Take in one batch, and whatever else has arrived."""

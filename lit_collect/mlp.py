@@ -65,6 +65,7 @@ class NumpyMLP:
             or input.dtype is not torch.float32
             or input.shape[0] * self._widest > _MAX_PRODUCTS
             or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
         ):
             return self._forward(input)
         array = input.numpy()
@@ -93,8 +94,10 @@ def small_nets_in_numpy(module: nn.Module | None) -> Iterator[None]:
 
 
 def _nets(module: nn.Module) -> list[tuple[nn.Module, NumpyMLP]]:
-    """The largest parts of a module that are such nets."""
-    function = None if "forward" in module.__dict__ else NumpyMLP.bind(module)
+    """The largest parts of a module that are such nets; none within a compiled one, which relies on its parts."""
+    if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+        return []
+    function = NumpyMLP.bind(module)
     if function is not None:
         return [(module, function)]
     return [net for child in module.children() for net in _nets(child)]

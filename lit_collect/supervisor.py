@@ -331,6 +331,7 @@ class WorkerGroup:
         finally:
             self._launcher.close(self.backend.shutdown_timeout_s)
             self.publisher.close()
+            self.kept = deque()  # batches in memory of the workers
         for channel, failed in failures:
             raise failed.as_exception(self.describe(self.members[channels.index(channel)]))
 

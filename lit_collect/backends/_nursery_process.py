@@ -13,7 +13,8 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import monotonic
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -23,7 +24,10 @@ from lit_collect.backends._wire import Wire
 _REPORT_S = 5.0  # what the trainer may take to make room for a report
 _GLANCE_S = 0.5  # where the system cannot tell of the trainer's death, the nursery looks that often
 _END_S = 5.0  # what the system may take to end killed workers
+_STRAYS_S = 2.0  # and what their envs have left
+_PAUSE_S = 0.002
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 # What a terminal or a cluster sends to every process of a job is for the trainer; the nursery ends when that ends.
 _FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _SPAWNED = (
@@ -133,6 +137,8 @@ class _Nursery:
         self._pid = os.getpid()
         self._listening = True  # the trainer
         self._workers: set[int] = set()  # not fetched yet
+        if _libc is not None:  # what a worker's envs have started comes here when its parent ends
+            _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._wakeup, writer = os.pipe()
         os.set_blocking(self._wakeup, False)
         os.set_blocking(writer, False)
@@ -208,6 +214,28 @@ class _Nursery:
                         os.killpg(pid, signal.SIGKILL)
                 self._workers.discard(pid)
                 self._report(Ended(pid, os.waitstatus_to_exitcode(status)))
+        self._reap_strays()
+
+    def _reap_strays(self) -> None:
+        """Fetch what envs have left, and end it once no worker is there that could need it: it may be a server."""
+        deadline = monotonic() + _STRAYS_S
+        while strays := self._strays():
+            end = not self._workers and monotonic() < deadline
+            for pid in strays:
+                if end:
+                    os.kill(pid, signal.SIGKILL)  # it was not fetched, so the number is still its own
+                os.waitpid(pid, os.WNOHANG)
+            if not end:
+                return
+            sleep(_PAUSE_S)  # until they have ended, and what they have started has come here
+
+    def _strays(self) -> list[int]:
+        """Children that are no workers."""
+        try:
+            children = Path(f"/proc/self/task/{self._pid}/children").read_text().split()
+        except OSError:  # not on this system
+            return []
+        return [pid for pid in map(int, children) if pid not in self._workers]
 
     def _report(self, message: Started | Refused | Ended) -> None:
         if self._listening:

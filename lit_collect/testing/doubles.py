@@ -237,6 +237,7 @@ class ConstantPolicy(nn.Module):
         num_actions: for a Discrete space: the action is the parameter rounded, modulo this number.
 
     Example:
+        >>> import torch
         >>> ConstantPolicy([0.5, 2.0])(torch.zeros(2, 3)).tolist()
         [[0.5, 2.0], [0.5, 2.0]]
         >>> ConstantPolicy(3.0, num_actions=2)(torch.zeros(1, 3)).tolist()

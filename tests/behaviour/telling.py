@@ -1,9 +1,10 @@
-"""What the tests of weights and of the background share: policies and envs that tell which weights acted, and schemes.
+"""What the tests of weights, control and the background share: policies and envs that tell what acted, and schemes.
 
 Workers import this module, so it needs neither pytest nor Lightning.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -71,6 +72,45 @@ class OpponentEnv(CountingEnv):
         observation = super()._observe()
         observation[2] = self.opponent.weight.item()
         return observation
+
+
+class Unwelcome:
+    """Cannot be pickled, and says so in words of its own."""
+
+    def __reduce__(self):
+        raise RuntimeError("I stay here")
+
+
+class Spoilt:
+    """Can be pickled, but not be made again."""
+
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+class ControlledEnv(CountingEnv):
+    """Has things to read and to call."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.level = {"gravity": [9.0, 10.0 + index]}
+        self.lock = threading.Lock()
+        self.unwelcome, self.spoilt = Unwelcome(), Spoilt()
+        self.told: list[object] = []
+
+    def tell(self, *values, **options):
+        self.told.append((values, options))
+        return self.index, values, options
+
+    def linger(self):
+        time.sleep(0.5)
+
+    def fail(self):
+        raise ValueError("no such lever")
+
+    @property
+    def broken(self):
+        raise AttributeError("the gauge is broken")
 
 
 class SlowEnv(CountingEnv):

@@ -57,7 +57,7 @@ MAKERS = [partial(CountingEnv, i) for i in range(2)]
         ({"frames_per_batch": 8, "num_envs": 8, "total_frames": 1e3}, TypeError, "total_frames must be an integer"),
         ({"frames_per_batch": 8, "seed": -1}, ValueError, "seed must not be negative, got -1"),
         ({"frames_per_batch": 8, "seed": "x"}, TypeError, "seed must be an integer or None, got 'x'"),
-        ({"frames_per_batch": 8, "backend": "thread"}, ValueError, "backend must be one of .*direct, got 'thread'"),
+        ({"frames_per_batch": 8, "backend": "thread"}, ValueError, "backend must be one of .*, process, got 'thread'"),
         ({"frames_per_batch": 8, "backend": "ray"}, BackendUnavailableError, "'ray' is not in this version; use"),
         ({"frames_per_batch": 8, "trajectories": TrajectoryConfig()}, ValueError, "trajectories is not available"),
     ],

@@ -2,67 +2,24 @@
 
 import json
 import os
-import sys
 import threading
-import time
 import traceback
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
 
 from lit_collect import Collector, ProcessBackend, RolloutConfig, WorkerFailedError
 from lit_collect.testing import ConstantPolicy, CountingEnv, FailingEnv
+from tests.behaviour.telling import ControlledEnv, Spoilt, Unwelcome
 
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.processes, pytest.mark.timeout(120)]
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import this file, and pytest with it
-
 BOTH = pytest.mark.parametrize("backend", ["direct", "process"])
 MAKERS = [partial(CountingEnv, i) for i in range(4)]
-
-
-class Unwelcome:
-    """Cannot be pickled, and says so in words of its own."""
-
-    def __reduce__(self):
-        raise RuntimeError("I stay here")
-
-
-class Spoilt:
-    """Can be pickled, but not be made again."""
-
-    def __reduce__(self):
-        return int, ("not a number",)
-
-
-class ControlledEnv(CountingEnv):
-    """Has things to read and to call."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.level = {"gravity": [9.0, 10.0 + index]}
-        self.lock = threading.Lock()
-        self.unwelcome, self.spoilt = Unwelcome(), Spoilt()
-        self.told: list[object] = []
-
-    def tell(self, *values, **options):
-        self.told.append((values, options))
-        return self.index, values, options
-
-    def linger(self):
-        time.sleep(0.5)
-
-    def fail(self):
-        raise ValueError("no such lever")
-
-    @property
-    def broken(self):
-        raise AttributeError("the gauge is broken")
 
 
 CONTROLLED = [partial(ControlledEnv, i) for i in range(4)]

@@ -145,6 +145,23 @@ def test_children_of_envs_are_gone_with_their_worker(start, end):
     assert eventually(lambda: not any(map(runs, children)), SOON_S)
 
 
+def start_a_server() -> subprocess.Popen:
+    return subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+
+@with_nursery
+@pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="the system does not tell")
+@pytest.mark.parametrize("end", ["untidy", "kill"])
+def test_children_in_sessions_of_their_own_are_gone_with_the_last_worker(end):
+    with build(partial(ParentEnv, start_a_server, False), frames=4) as collector:
+        assert collector.collect().shape == (2, 2)
+        children = collector.cascade_execute("env.envs[0].child.pid")
+        if end == "kill":
+            kill(pids(collector)[0])
+        assert all(map(runs, children))
+    assert eventually(lambda: not any(map(runs, children)), SOON_S)
+
+
 # --- two exceptions ---------------------------------------------------------------------------------------------
 
 

@@ -2,14 +2,16 @@
 
 import gc
 import sys
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_collect import WorkerDiedError
+from lit_collect import Collector, WorkerDiedError
 from tests.behaviour.troubles import (
     COPIES,
     build,
@@ -28,6 +30,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("nursery")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import this file, and pytest with it
 
 REPLACED = r"worker 1, process \d+ \(env copies 4 to 7\) died while .*SIGKILL.*; it is replaced, and its episodes begin"
+MANY = 300  # batches; workers that go on by themselves may make any number before the others are heard of
 both_ways = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
 
 
@@ -41,6 +44,15 @@ class TellingPolicy(nn.Module):
     def forward(self, observation: Tensor) -> dict[str, Tensor]:
         rows = len(observation)
         return {"action": torch.randint(2, (rows,)), "weight": self.weight.expand(rows, 1)}
+
+
+def collect_until(collector: Collector, condition: Callable[[list[Any]], bool]) -> list[Any]:
+    """Batches up to one after which a condition on them holds."""
+    batches: list[Any] = []
+    while not batches or not condition(batches):
+        assert len(batches) < MANY
+        batches.append(collector.collect())
+    return batches
 
 
 @both_ways
@@ -88,16 +100,16 @@ def test_replaced_worker_goes_on_under_seeds_of_its_own(sync):
 def test_one_death_more_than_may_be_replaced_is_an_error(sync):
     with build(makers(), sync=sync, max_restarts=2) as collector:
         batches = [collector.collect()]
-        for worker in (1, 0):
+        for deaths, worker in enumerate((1, 0), 1):
             kill(pids(collector)[worker])
             with pytest.warns(UserWarning, match=f"worker {worker}, .*it is replaced"):
-                batches += [collector.collect() for _ in range(6)]
+                batches += collect_until(collector, lambda _, deaths=deaths: collector.workers.restarts == deaths)
         check_trajectories(batches)
         check_counters(collector)
         kill(pids(collector)[1])
         for more in ("", ".*this collector cannot go on; build a new one"):
             with pytest.raises(WorkerDiedError, match=f"worker 1, .*died while .*SIGKILL{more}"):
-                [collector.collect() for _ in range(6)]
+                collect_until(collector, lambda _: False)
         counters = collector.statistics()
         assert (counters["restarts"], counters["episodes_dropped"], counters["workers_alive"]) == (2, COPIES, 1)
 
@@ -118,12 +130,17 @@ def test_worker_that_dies_again_at_once_is_an_error(sync, tmp_path):
             pytest.warns(UserWarning, match=REPLACED),
             pytest.raises(WorkerDiedError, match=r"worker 1, .*died while starting: it was killed by SIGKILL"),
         ):
-            [collector.collect() for _ in range(6)]
+            collect_until(collector, lambda _: False)
         with pytest.raises(WorkerDiedError, match="this collector cannot go on; build a new one"):
             collector.collect()
         assert collector.statistics()["workers_alive"] == 1
         assert collector.observation_space.shape == (3,)
         check_counters(collector)
+
+
+def of_worker_1_under(version: int, batch: Any) -> bool:
+    rows = batch["observation"][..., 0] >= COPIES // 2
+    return bool(rows.any()) and bool((batch["collector", "policy_version"][rows] == version).all())
 
 
 @both_ways
@@ -136,14 +153,12 @@ def test_replaced_worker_has_the_newest_weights(sync):
             collector.update_policy_weights_(policy)
         kill(pids(collector)[1])
         with pytest.warns(UserWarning, match=REPLACED):
-            batches = [collector.collect() for _ in range(8)]
+            batches = collect_until(collector, lambda batches: of_worker_1_under(2, batches[-1]))
         for batch in batches:
             assert torch.equal(batch["weight"][..., 0], batch["collector", "policy_version"].float())
-        replaced = [batch for batch in batches if (batch["observation"][..., 0] >= COPIES // 2).any()]
-        assert replaced[-1]["collector", "policy_version"].unique().tolist() == [2]
         if sync:
             assert all((batch["collector", "policy_version"] == 2).all() for batch in batches)
-        assert collector.statistics()["acknowledged_versions"] == [2, 2]
+        assert collector.statistics()["acknowledged_versions"][1] == 2
 
 
 def test_replacing_keeps_no_descriptor(tmp_path):
