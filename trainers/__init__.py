@@ -1,6 +1,7 @@
 """Algorithms for lit_collect: LightningModules whose data come from a collector.
 
-:class:`PPO` trains; :mod:`trainers.functional` holds the mathematics, :mod:`trainers.networks` the networks.
+:class:`PPO` and :class:`IMPALA` train; :mod:`trainers.functional` holds the mathematics, :mod:`trainers.networks` the
+networks.
 """
 
 from trainers.functional import (
@@ -16,7 +17,9 @@ from trainers.functional import (
     normalize,
     ppo_policy_loss,
     value_loss,
+    vtrace,
 )
+from trainers.impala import IMPALA
 from trainers.networks import (
     ActorNetwork,
     CriticNetwork,
@@ -29,6 +32,7 @@ from trainers.networks import (
 from trainers.ppo import PPO
 
 __all__ = [
+    "IMPALA",
     "PPO",
     "ActorNetwork",
     "CriticNetwork",
@@ -49,4 +53,5 @@ __all__ = [
     "normalize",
     "ppo_policy_loss",
     "value_loss",
+    "vtrace",
 ]

@@ -25,6 +25,7 @@ __all__ = [
     "normalize",
     "ppo_policy_loss",
     "value_loss",
+    "vtrace",
 ]
 
 
@@ -96,6 +97,72 @@ def discounted_returns(reward: Tensor, next_value: Tensor, discount: Tensor, don
     cut[..., -1:] = True
     bootstrap = (discount * next_value).masked_fill(~cut, 0.0)
     return _discounted_sum(reward + bootstrap, discount.masked_fill(cut, 0.0))
+
+
+def vtrace(
+    log_ratio: Tensor,
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    discount: Tensor,
+    done: Tensor,
+    lambda_: float = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    r"""V-trace targets and advantages, Espeholt et al. 2018, `arXiv:1802.01561 <https://arxiv.org/abs/1802.01561>`_.
+
+    .. math::
+        \rho_t = \min(\bar\rho, e^{\ell_t}), \qquad c_t = \lambda \min(\bar c, e^{\ell_t}), \qquad
+        \delta_t = \rho_t \left(r_t + \gamma_t V(s_{t+1}) - V(s_t)\right)
+
+        v_t = V(s_t) + \delta_t + \gamma_t c_t (1 - \mathrm{done}_t) \left(v_{t+1} - V(s_{t+1})\right), \qquad
+        v_T = V(s_T)
+
+        A_t = \rho_t \left(r_t + \gamma_t q_{t+1} - V(s_t)\right), \qquad
+        q_{t+1} = V(s_{t+1}) + \lambda (1 - \mathrm{done}_t) \left(v_{t+1} - V(s_{t+1})\right)
+
+    Rows of an older policy are weighted by what the policy of today thinks of their actions; the two bounds keep the
+    variance finite. With lambda = 1 this is the paper. Below 1, advantages look ahead as far as the targets do, so
+    that on policy (every ratio 1, bounds at least 1) both are generalized advantage estimation: ``target - value`` and
+    ``advantage`` equal ``generalized_advantage(...)``. The two flags mean what they mean there.
+
+    Args:
+        log_ratio: ``[..., T]`` float, log-probability of the action under the policy being trained minus that under
+            the policy that acted.
+        reward: ``[..., T]`` float, reward of each step.
+        value: ``[..., T]`` float, V(s_t).
+        next_value: ``[..., T]`` float, V of the true successor of each step.
+        discount: ``[..., T]`` float, gamma * (1 - terminated).
+        done: ``[..., T]`` bool, terminated | truncated: nothing is carried over such a step.
+        lambda_: Trade between bias (0) and variance (1), in [0, 1].
+        rho_bar: Bound on the weight of each TD error, >= 0; decides which policy the values are of.
+        c_bar: Bound on what is carried from one step to the one before, >= 0; decides how fast values get there. The
+            paper assumes ``c_bar <= rho_bar``.
+
+    Returns:
+        ``[..., T]`` targets of the critic and ``[..., T]`` advantages of the policy gradient, weighted by rho.
+
+    Raises:
+        ValueError: If the shapes differ, ``lambda_`` is outside [0, 1] or a bound is negative.
+        TypeError: If ``done`` is not boolean.
+
+    Example:
+        >>> one, done = torch.ones(3), torch.zeros(3, dtype=torch.bool)
+        >>> vtrace((0.5 * one).log(), one, 0 * one, 0 * one, one, done)
+        (tensor([0.8750, 0.7500, 0.5000]), tensor([0.8750, 0.7500, 0.5000]))
+    """
+    _check_unit_interval("lambda_", lambda_)
+    _check_non_negative("rho_bar", rho_bar)
+    _check_non_negative("c_bar", c_bar)
+    _check_time_series(done, log_ratio=log_ratio, reward=reward, value=value, next_value=next_value, discount=discount)
+    ratio = log_ratio.exp()
+    rho = ratio.clamp(max=rho_bar)
+    carried = (discount * lambda_).masked_fill(done, 0.0)
+    delta = rho * (reward + discount * next_value - value)
+    correction = _discounted_sum(delta, carried * ratio.clamp(max=c_bar))  # v_t - V(s_t)
+    ahead = torch.nn.functional.pad(correction[..., 1:], (0, 1))
+    return value + correction, torch.addcmul(delta, rho * carried, ahead)
 
 
 def _discounted_sum(term: Tensor, decay: Tensor) -> Tensor:

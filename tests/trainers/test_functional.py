@@ -141,6 +141,137 @@ def test_discounted_returns_of_one_step_bootstrap_from_the_successor():
     torch.testing.assert_close(result, torch.tensor([1.9]))  # 1 + 0.9 * 1
 
 
+RATIO = torch.tensor([2.0, 0.5, 1.0])
+
+
+def traced(*, terminated=NOWHERE, truncated=NOWHERE, **options):
+    discount = GAMMA * (~terminated).float()
+    return functional.vtrace(RATIO.log(), REWARD, VALUE, NEXT_VALUE, discount, terminated | truncated, **options)
+
+
+def quadratic_trace(log_ratio, reward, value, next_value, discount, done, lambda_, rho_bar, c_bar):
+    """Sum every step's own future, one by one, as the paper defines its target; then look one step ahead."""
+    target, advantage = torch.zeros_like(reward), torch.zeros_like(reward)
+    length = reward.shape[1]
+    for index in range(reward.shape[0]):
+        for start in reversed(range(length)):
+            weight, total = 1.0, 0.0
+            for t in range(start, length):
+                ratio = math.exp(log_ratio[index, t])
+                delta = reward[index, t] + discount[index, t] * next_value[index, t] - value[index, t]
+                total += weight * min(rho_bar, ratio) * delta
+                weight *= discount[index, t] * lambda_ * min(c_bar, ratio)
+                if done[index, t]:
+                    break
+            target[index, start] = value[index, start] + total
+            q = next_value[index, start]
+            if start < length - 1 and not done[index, start]:
+                q = (1 - lambda_) * q + lambda_ * target[index, start + 1]
+            td = reward[index, start] + discount[index, start] * q - value[index, start]
+            advantage[index, start] = min(rho_bar, math.exp(log_ratio[index, start])) * td
+    return target, advantage
+
+
+def random_trace(*shape, seed=0):
+    """Rows whose successors are the next rows, as long as a trajectory goes on."""
+    reward, value, next_value, discount, done = random_rows(*shape, seed=seed)
+    next_value[:, :-1] = torch.where(done[:, :-1], next_value[:, :-1], value[:, 1:])
+    log_ratio = 0.5 * torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    return log_ratio, reward, value, next_value, discount, done
+
+
+def test_vtrace_matches_the_numbers_worked_by_hand():
+    # TD errors 1.4, 2.35, 3.3 as above;  rho = c = min(1, ratio) = 1, 0.5, 1
+    # v - V:  3.3,  0.5 * 2.35 + 0.9 * 0.5 * 3.3 = 2.66,  1.4 + 0.9 * 2.66 = 3.794
+    # A:      3.3,  0.5 * (2 + 0.9 * 4.8 - 1) = 2.66,     1 + 0.9 * 3.66 - 0.5 = 3.794
+    target, advantage = traced()
+    torch.testing.assert_close(target, torch.tensor([4.294, 3.66, 4.8]))
+    torch.testing.assert_close(advantage, torch.tensor([3.794, 2.66, 3.3]))
+
+
+def test_vtrace_bounds_the_weight_and_what_is_carried_apart():
+    # rho = min(4, ratio) = 2, 0.5, 1;  c = min(0.25, ratio) = 0.25, 0.25, 0.25
+    # v - V:  3.3,  0.5 * 2.35 + 0.9 * 0.25 * 3.3 = 1.9175,  2 * 1.4 + 0.9 * 0.25 * 1.9175 = 3.2314375
+    # A:      3.3,  0.5 * (2 + 0.9 * 4.8 - 1) = 2.66,        2 * (1 + 0.9 * 2.9175 - 0.5) = 6.2515
+    target, advantage = traced(rho_bar=4.0, c_bar=0.25)
+    torch.testing.assert_close(target, torch.tensor([3.7314375, 2.9175, 4.8]))
+    torch.testing.assert_close(advantage, torch.tensor([6.2515, 2.66, 3.3]))
+
+
+def test_vtrace_when_terminated_has_no_future():
+    # v_1 - V = A_1 = 0.5 * (2 - 1) = 0.5,  v_0 - V = A_0 = 1.4 + 0.9 * 0.5 = 1.85
+    for truncated in (NOWHERE, AT_ONE):
+        target, advantage = traced(terminated=AT_ONE, truncated=truncated)
+        torch.testing.assert_close(target, torch.tensor([2.35, 1.5, 4.8]))
+        torch.testing.assert_close(advantage, torch.tensor([1.85, 0.5, 3.3]))
+
+
+def test_vtrace_when_truncated_bootstraps_but_does_not_leak_over_the_cut():
+    # v_1 - V = A_1 = 0.5 * 2.35 = 1.175,  v_0 - V = A_0 = 1.4 + 0.9 * 1.175 = 2.4575
+    target, advantage = traced(truncated=AT_ONE)
+    torch.testing.assert_close(target, torch.tensor([2.9575, 2.175, 4.8]))
+    torch.testing.assert_close(advantage, torch.tensor([2.4575, 1.175, 3.3]))
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 33])
+@pytest.mark.parametrize(("lambda_", "rho_bar", "c_bar"), [(1.0, 1.0, 1.0), (0.8, 2.0, 1.1), (0.0, 1.0, 0.5)])
+def test_vtrace_for_any_length_matches_the_plain_loops(length, lambda_, rho_bar, c_bar):
+    rows = random_trace(4, length)
+    ours = functional.vtrace(*rows, lambda_, rho_bar, c_bar)
+    torch.testing.assert_close(ours, quadratic_trace(*rows, lambda_, rho_bar, c_bar))
+
+
+@pytest.mark.parametrize("lambda_", [0.0, 0.7, 1.0])
+def test_vtrace_on_policy_is_generalized_advantage_estimation(lambda_):
+    log_ratio, *rows = random_trace(3, 16)
+    target, advantage = functional.vtrace(torch.zeros_like(log_ratio), *rows, lambda_)
+    expected = functional.generalized_advantage(*rows, lambda_)
+    torch.testing.assert_close(advantage, expected)
+    torch.testing.assert_close(target - rows[1], expected)
+
+
+def test_vtrace_on_policy_with_lambda_one_is_the_return():
+    log_ratio, reward, value, next_value, discount, done = random_trace(3, 16)
+    target, _ = functional.vtrace(torch.zeros_like(log_ratio), reward, value, next_value, discount, done)
+    torch.testing.assert_close(target, functional.discounted_returns(reward, next_value, discount, done))
+
+
+def test_vtrace_of_a_ratio_beyond_all_bounds_stays_finite():
+    target, advantage = functional.vtrace(torch.full((3,), 1000.0), REWARD, VALUE, NEXT_VALUE, 0 * VALUE, NOWHERE)
+    torch.testing.assert_close(target, REWARD)
+    torch.testing.assert_close(advantage, REWARD - VALUE)
+
+
+def test_vtrace_leaves_its_arguments_alone():
+    rows = random_trace(2, 9)
+    copies = [x.clone() for x in rows]
+    functional.vtrace(*rows)
+    assert all(torch.equal(x, y) for x, y in zip(rows, copies, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lambda_": 1.5}, r"lambda_ is out of range : expected a number in \[0, 1\], got 1.5"),
+        ({"rho_bar": -1.0}, "rho_bar is out of range : expected a number >= 0, got -1.0"),
+        ({"c_bar": -1.0}, "c_bar is out of range"),
+    ],
+)
+def test_vtrace_when_a_number_is_out_of_range_names_it(options, message):
+    with pytest.raises(ValueError, match=message):
+        traced(**options)
+
+
+def test_vtrace_when_shapes_differ_names_both():
+    with pytest.raises(ValueError, match=r"reward does not fit log_ratio : expected shape \(3,\), got \(3, 1\)"):
+        functional.vtrace(RATIO, REWARD[:, None], VALUE, NEXT_VALUE, VALUE, NOWHERE)
+
+
+def test_vtrace_when_done_is_a_number_asks_for_a_flag():
+    with pytest.raises(TypeError, match=r"expected dtype torch.bool, got torch.float32"):
+        functional.vtrace(RATIO, REWARD, VALUE, NEXT_VALUE, VALUE, torch.zeros(3))
+
+
 def test_normalize_gives_zero_mean_and_unit_deviation():
     # mean 3, biased deviation 2
     torch.testing.assert_close(

@@ -1,0 +1,376 @@
+"""IMPALA, an actor-learner with V-trace, as a LightningModule under automatic optimization."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from tensordict import TensorDict
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from trainers import functional
+from trainers.networks import ActorNetwork, CriticNetwork, action_entropy, action_log_prob
+from trainers.ppo import MASK, _clip_global_norm, _trajectory_ends
+
+__all__ = ["IMPALA"]
+
+ROUNDING = 1e-3
+"""Ratios that close above a bound are not counted as clipped: on policy they are 1 up to rounding."""
+
+
+class IMPALA(L.LightningModule):
+    """Importance-weighted actor-learner, Espeholt et al. 2018, arXiv:1802.01561, for discrete and continuous actions.
+
+    Meant for a data module that collects batches ``[N, T]`` (N env copies, T steps) with weights that may be some
+    versions old, and trains on each whole batch once. Every training step weights the rows by the probability ratio of
+    the policy of today and the one that acted (the batch's ``log_prob``), so that nothing need be known about who
+    collected them, or when. On policy it is an actor-critic with generalized advantage estimation. Policy and critic
+    are separate networks of tanh layers, trained by one Adam optimizer without momentum.
+
+    On the steps that the Trainer logs (``log_every_n_steps``): ``loss/policy``, ``loss/value``, ``loss/entropy`` (nats,
+    before their coefficients), ``impala/rho_mean`` (mean probability ratio, not clipped: 1 on policy),
+    ``impala/clip_fraction`` (share of rows whose ratio is above ``rho_bar``), ``impala/approx_kl`` (nats, from the
+    policy that acted to that of today) and ``impala/explained_variance``.
+
+    Args:
+        learning_rate: Step size of Adam, > 0.
+        gamma: Discount factor, in [0, 1].
+        lambda_: How far targets and advantages look ahead, in [0, 1]; 1 is the paper.
+        rho_bar: Bound on the weight of a row, > 0.
+        c_bar: Bound on what is carried from one row to the one before, in [0, rho_bar].
+        entropy_coefficient: Weight of the entropy bonus.
+        value_coefficient: Weight of half the critic's mean squared error.
+        max_grad_norm: Limit on the global norm of the gradient; None leaves it alone. A ``gradient_clip_val`` of the
+            Trainer takes its place.
+        anneal: Whether the learning rate falls linearly to 0 with the data module's ``progress``.
+        hidden: Sizes of the hidden layers of each network.
+        observation_spec: Plain description of the observation space (see :mod:`trainers.networks`); None takes the
+            data module's ``observation_spec`` when the Trainer sets up.
+        action_spec: The same for the action space.
+
+    Raises:
+        ValueError: If a number is out of range or a space is not supported.
+
+    Example:
+        >>> box = {"kind": "box", "shape": [4], "dtype": "float32", "low": [-1.0] * 4, "high": [1.0] * 4}
+        >>> module = IMPALA(observation_spec=box, action_spec={"kind": "discrete", "n": 2, "start": 0})
+        >>> sorted(module(torch.zeros(8, 4)))
+        ['logits']
+    """
+
+    observation_key: ClassVar[str] = "observation"
+    """Key of the batch that policy and critic read."""
+
+    policy: ActorNetwork
+    """Maps observations to the parameters of the action distribution; exists once the spaces are known."""
+
+    critic: CriticNetwork
+    """Maps observations to values; exists once the spaces are known."""
+
+    def __init__(
+        self,
+        *,
+        learning_rate: float = 2e-3,
+        gamma: float = 0.99,
+        lambda_: float = 1.0,
+        rho_bar: float = 1.0,
+        c_bar: float = 1.0,
+        entropy_coefficient: float = 0.01,
+        value_coefficient: float = 0.5,
+        max_grad_norm: float | None = 40.0,
+        anneal: bool = False,
+        hidden: tuple[int, ...] = (64, 64),
+        observation_spec: dict[str, Any] | None = None,
+        action_spec: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        _check_range("gamma", gamma, 0.0 <= gamma <= 1.0, "a number in [0, 1]")
+        _check_range("lambda_", lambda_, 0.0 <= lambda_ <= 1.0, "a number in [0, 1]")
+        _check_range("rho_bar", rho_bar, rho_bar > 0, "a number > 0")
+        _check_range("c_bar", c_bar, 0.0 <= c_bar <= rho_bar, f"a number in [0, rho_bar={rho_bar}]")
+        _check_range("learning_rate", learning_rate, learning_rate > 0, "a number > 0")
+        _check_range("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0, "None or a number > 0")
+        hidden = tuple(hidden)  # YAML gives a list
+        self.save_hyperparameters()
+        self.learning_rate = learning_rate
+        self.gamma = gamma
+        self.lambda_ = lambda_
+        self.rho_bar = rho_bar
+        self.c_bar = c_bar
+        self.entropy_coefficient = entropy_coefficient
+        self.value_coefficient = value_coefficient
+        self.max_grad_norm = max_grad_norm
+        self.anneal = anneal
+        if observation_spec is not None and action_spec is not None:
+            self._build_networks(observation_spec, action_spec)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        # see PPO: Lightning sets this some forty times a step, and the way of `nn.Module` is dear
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Build the networks from the data module's spaces, unless they exist.
+
+        Args:
+            stage: Given by Lightning, not used.
+
+        Raises:
+            ValueError: If a space is neither given nor known to the data module, or not supported.
+        """
+        if hasattr(self, "policy"):
+            return
+        specs = {}
+        for name in ("observation_spec", "action_spec"):
+            spec = self.hparams[name] or getattr(getattr(self.trainer, "datamodule", None), name, None)
+            if spec is None:
+                raise ValueError(
+                    f"{name} is unknown : expected it from IMPALA or from the data module, got None from both; "
+                    f"pass IMPALA({name}=...) or fit with a data module that has {name}"
+                )
+            specs[name] = spec
+        self.configure_spaces(**specs)
+
+    def configure_spaces(self, observation_spec: dict[str, Any], action_spec: dict[str, Any]) -> None:
+        """Build the networks for these spaces, unless they exist.
+
+        The data module calls this before any callback sets up: one that copies the module, as weight averaging does,
+        needs to find them.
+
+        Args:
+            observation_spec: Plain description of the observation space; one that was given to IMPALA goes first.
+            action_spec: The same for the action space.
+
+        Raises:
+            ValueError: If a space is not supported.
+        """
+        if hasattr(self, "policy"):
+            return
+        specs = {
+            "observation_spec": self.hparams["observation_spec"] or observation_spec,
+            "action_spec": self.hparams["action_spec"] or action_spec,
+        }
+        self.hparams.update(specs)  # a checkpoint then rebuilds the same networks
+        self._build_networks(**specs)
+
+    def _build_networks(self, observation_spec: dict[str, Any], action_spec: dict[str, Any]) -> None:
+        hidden = self.hparams["hidden"]
+        self.policy = ActorNetwork(observation_spec, action_spec, hidden=hidden)
+        self.critic = CriticNetwork(observation_spec, hidden=hidden)
+
+    @override
+    def forward(self, observation: Tensor) -> dict[str, Tensor]:
+        """Give the parameters of the action distribution: see :class:`trainers.networks.ActorNetwork`.
+
+        Args:
+            observation: ``[N, ...]``.
+
+        Returns:
+            ``{"logits": [N, A]}`` or ``{"loc": [N, D], "scale": [N, D]}``.
+        """
+        return self.policy(observation)
+
+    @override
+    def on_train_batch_start(self, batch: TensorDict, batch_idx: int) -> None:
+        """Anneal the learning rate.
+
+        Args:
+            batch: A whole collected batch.
+            batch_idx: Given by Lightning, not used.
+        """
+        if not self.anneal:
+            return
+        # Progress counts the batch at hand. Without it, the last batch too is trained on with a rate above zero.
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        share = batch.numel() * self.trainer.world_size / data.total_frames if data.total_frames > 0 else 0.0
+        remaining = min(1.0, 1.0 - data.progress + share)
+        for group in cast(Optimizer, self.optimizers(use_pl_optimizer=False)).param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * remaining
+
+    @override
+    def training_step(self, batch: TensorDict, batch_idx: int = 0) -> Tensor:
+        """Compute the loss of one collected batch: policy gradient + weighted value loss - weighted entropy.
+
+        Targets and advantages are computed here and not once for each batch, since the probability ratios are those of
+        the policy of this moment.
+
+        Args:
+            batch: ``[N, T]`` rows of env copies over time, with ``observation``, ``action``, ``log_prob`` and
+                ``("next", ...)`` ``observation``, ``reward``, ``terminated``, ``done``. With trajectory ids or a mask,
+                rows of several trajectories and padding may share a line; masked rows count for nothing.
+            batch_idx: Given by Lightning, not used.
+
+        Returns:
+            Scalar loss.
+
+        Raises:
+            ValueError: If the rows came without their time dimension.
+        """
+        if batch.batch_dims < 2:
+            raise ValueError(
+                f"rows have lost their order in time : expected a whole batch [N, T], got shape {tuple(batch.shape)}; "
+                "leave updates.minibatch_size at None"
+            )
+        mask = batch.get(MASK, None)
+        observation = batch[self.observation_key]
+        parameters = self.policy(observation)
+        log_prob = action_log_prob(parameters, batch["action"])
+        # as precise as the rewards, also where a plugin runs the networks in half precision
+        value = self.critic(observation).to(batch["next", "reward"].dtype)
+        log_ratio = log_prob.detach() - batch["log_prob"]
+        target, advantage = self.estimate(batch, log_ratio, value)
+        losses = {
+            "loss/policy": -_mean(log_prob * advantage, mask),
+            "loss/value": 0.5 * _mean((value - target).square(), mask),
+            "loss/entropy": _mean(action_entropy(parameters), mask),
+        }
+        self._log(losses, log_ratio, value, target, mask)
+        loss = torch.add(losses["loss/policy"], losses["loss/value"], alpha=self.value_coefficient)
+        return torch.sub(loss, losses["loss/entropy"], alpha=self.entropy_coefficient)
+
+    @torch.no_grad()
+    def estimate(self, batch: TensorDict, log_ratio: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute V-trace targets and advantages of a collected batch.
+
+        Bootstrapped from the true successor's value where an episode was truncated, a trajectory stops or the batch
+        ends, and from nothing where it terminated.
+
+        Args:
+            batch: ``[N, T]``, see :meth:`training_step`.
+            log_ratio: ``[N, T]`` log-probability of the actions today minus that when they were taken.
+            value: ``[N, T]`` the critic's value of each observation.
+
+        Returns:
+            Targets of the critic and advantages of the policy gradient, both ``[N, T]`` without gradient.
+        """
+        ends = _trajectory_ends(batch)
+        # The successor of any other row is the observation of the next one, and so has a value already.
+        last = ends.clone()
+        last[..., -1] = True
+        next_value = value.roll(-1, dims=-1)
+        next_value[last] = self.critic(batch["next", self.observation_key][last]).to(value.dtype)
+        return functional.vtrace(
+            log_ratio=log_ratio,
+            reward=batch["next", "reward"].squeeze(-1),
+            value=value,
+            next_value=next_value,
+            discount=self.gamma * (~batch["next", "terminated"].squeeze(-1)).to(value.dtype),
+            done=ends,
+            lambda_=self.lambda_,
+            rho_bar=self.rho_bar,
+            c_bar=self.c_bar,
+        )
+
+    @override
+    def validation_step(self, batch: TensorDict, batch_idx: int = 0) -> None:
+        """Do nothing: evaluation episodes are acted and measured by the data module.
+
+        Args:
+            batch: Evaluation episodes.
+            batch_idx: Given by Lightning, not used.
+        """
+
+    @override
+    def test_step(self, batch: TensorDict, batch_idx: int = 0) -> None:
+        """Do nothing, see :meth:`validation_step`.
+
+        Args:
+            batch: Evaluation episodes.
+            batch_idx: Given by Lightning, not used.
+        """
+
+    @override
+    def predict_step(self, batch: TensorDict, batch_idx: int = 0) -> dict[str, Tensor]:
+        """Measure the episodes of a padded batch.
+
+        Args:
+            batch: ``[B, T]`` episodes with ``("next", "reward")`` and, where padded, ``("collector", "mask")``.
+            batch_idx: Given by Lightning, not used.
+
+        Returns:
+            ``return``: ``[B]`` float64, undiscounted; ``length``: ``[B]`` int64, in frames. Both on the CPU.
+        """
+        reward = batch["next", "reward"].squeeze(-1).to("cpu", torch.float64)
+        mask = batch.get(MASK, None)
+        valid = torch.ones_like(reward, dtype=torch.bool) if mask is None else mask.cpu()
+        return {"return": reward.masked_fill(~valid, 0.0).sum(-1), "length": valid.sum(-1)}
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Create Adam over policy and critic, without momentum.
+
+        Old rows are momentum already (Mitliagkas et al. 2016, arXiv:1605.09774). More of it lets the policy run away
+        before the rows that would tell have arrived. What remains is the paper's RMSProp with corrected first steps.
+
+        Returns:
+            One optimizer.
+        """
+        parameters = [*self.policy.parameters(), *self.critic.parameters()]
+        return torch.optim.Adam(
+            parameters,
+            lr=self.learning_rate,
+            betas=(0.0, 0.999),
+            eps=1e-5,
+            fused=True if self.device.type == "cpu" else None,  # see PPO
+        )
+
+    @override
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Limit the global norm of the gradient to ``max_grad_norm``.
+
+        Args:
+            optimizer: Holds the parameters.
+            gradient_clip_val: The Trainer's own setting, which takes precedence.
+            gradient_clip_algorithm: The Trainer's own setting.
+        """
+        if gradient_clip_val is not None or self.max_grad_norm is None:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        _clip_global_norm(optimizer, self.max_grad_norm)
+
+    def _log(
+        self, losses: dict[str, Tensor], log_ratio: Tensor, value: Tensor, target: Tensor, mask: Tensor | None
+    ) -> None:
+        trainer = self._trainer
+        # Lightning's own rule of when to log: one call costs as much as an update, and of the others nothing is kept.
+        every = 0 if trainer is None else trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not every or (self.global_step + 1) % every:
+            return
+        value = value.detach()
+        if mask is not None:
+            log_ratio, value, target = log_ratio[mask], value[mask], target[mask]
+        ratio, still = log_ratio.exp(), torch.zeros_like(log_ratio)
+        self.log_dict(
+            {name: loss.detach() for name, loss in losses.items()}
+            | {
+                "impala/rho_mean": ratio.mean(),
+                "impala/clip_fraction": (ratio > self.rho_bar * (1 + ROUNDING)).to(ratio.dtype).mean(),
+                "impala/approx_kl": functional.approx_kl(log_ratio, still),
+                "impala/explained_variance": functional.explained_variance(value, target),
+            }
+        )
+
+
+def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over the rows that count; 0 where there are none."""
+    if mask is None:
+        return x.mean()
+    return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def _check_range(name: str, number: float | None, is_valid: bool, rule: str) -> None:
+    if not is_valid:
+        raise ValueError(f"{name} is out of range : expected {rule}, got {number!r}; change IMPALA({name}=...)")
