@@ -169,6 +169,11 @@ class CollectorDataModule(L.LightningDataModule):
         return self._yielded * self._world_size
 
     @property
+    def copies_total(self) -> int | None:
+        """Env copies over all ranks; None while nothing has been collected."""
+        return None if self._collector is None else self._collector.num_envs * self._world_size
+
+    @property
     def frames_budget(self) -> int:
         """Frames of this rank in all, -1 without a limit."""
         return -1 if self.total_frames == -1 else self.total_frames // self._world_size

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lit_collect.backends.base import Deadline
 from lit_collect.errors import FrameContractError, StaleDataError
-from lit_collect.frames import MASK, NO_TRAJECTORY, TRAJ_IDS, Key, columns_of, count_frames, limit_frames
+from lit_collect.frames import MASK, NEXT_DONE, NO_TRAJECTORY, TRAJ_IDS, Key, columns_of, count_frames, limit_frames
+from lit_collect.gaps import Gaps
 from lit_collect.members import Member
 from lit_collect.messages import Collect, Collected, Failed
 from lit_collect.supervisor import WorkerGroup
@@ -157,6 +158,7 @@ class FirstCome(Gatherer):
         self._version_before = group.publisher.version
         self._versions_per_batch = 1.0  # publications between two batches, lately
         self._in_vain: Deadline | None = None  # since batches are too old, one after the other
+        self._gaps = Gaps(group.num_envs * group.members[0].spec.place.world_size)
         for member in group.members:
             member.channel.interrupt(False)
 
@@ -181,11 +183,12 @@ class FirstCome(Gatherer):
                 return None
             self._drop_stale()
             self._give_leave(frames, left, in_use=0)
-        part = self._arrived.popleft()[1]
+        member, part, _, _ = self._arrived.popleft()
         self._in_vain = None
         self._look_at_versions()
         began = perf_counter()
         batch = join([part], masked=False)
+        self._gaps.mend(member.index, batch[TRAJ_IDS])
         self.transfer_s += perf_counter() - began
         batch = batch if left is None else _within(batch, left)
         if not self._group.backend.in_process:  # there a batch is made when it is asked for, by the newest weights
@@ -196,6 +199,7 @@ class FirstCome(Gatherer):
         """Drop what is here and what is under way; new episodes follow those that lack rows now."""
         if self._group.drain() or self._arrived:
             self._arrived.clear()
+            self._gaps.forget()
             self._group.reset(None)
 
     def forget(self) -> None:
@@ -237,10 +241,12 @@ class FirstCome(Gatherer):
         if allowed is None:
             return
         oldest = self._group.publisher.version - allowed
-        stale = [count for _, _, count, version in self._arrived if version < oldest]
+        stale = [entry for entry in self._arrived if entry[3] < oldest]
         if not stale:
             return
-        self.stale_dropped += sum(stale)
+        for member, part, count, _ in stale:
+            self.stale_dropped += count
+            self._gaps.lose(member.index, part[TRAJ_IDS], done=part[NEXT_DONE].squeeze(-1))
         self._arrived = deque(entry for entry in self._arrived if entry[3] >= oldest)
         limit_s = self._group.backend.batch_timeout_s
         self._in_vain = self._in_vain or Deadline(limit_s)

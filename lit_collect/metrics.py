@@ -14,7 +14,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchmetrics import Metric
 
-from lit_collect.frames import IS_INIT, MASK, NEXT_DONE, NEXT_REWARD, POLICY_VERSION, Key, valid_rows
+from lit_collect.frames import IS_INIT, MASK, NEXT_DONE, NEXT_REWARD, POLICY_VERSION, TRAJ_IDS, Key, valid_rows
+
+_ANY = -1  # instead of the id of a running trajectory: a new one begins
+_NONE = -2  # instead of it: nothing is known, as of a copy that was never seen
 
 
 class EpisodeTotals(NamedTuple):
@@ -102,7 +105,8 @@ class EpisodeStatistics(Metric):
     """Return and length of the last finished episodes; episodes may span any number of batches.
 
     A row with ``is_init`` begins an episode whatever came before, so an episode that was left without an end is not
-    counted. Where a batch marks its own edge truncated (``set_truncated``) the edge ends an episode here, too.
+    counted; nor is one that has lost rows (a batch that was too old). Where a batch marks its own edge truncated
+    (``set_truncated``) the edge ends an episode here, too.
     The metric stays on the CPU and never talks to other ranks: gather `totals` and join them by `summarise`.
 
     Args:
@@ -126,7 +130,11 @@ class EpisodeStatistics(Metric):
     episodes: Tensor
     """[2, up to window] float64, returns and frames of the last finished episodes, in the order in which they ended."""
     running: Tensor
-    """[2, N] float64, returns and frames so far of each env copy's running episode."""
+    """[2, N] float64, returns and frames so far of each env copy's running episode; frames are NaN if it lost rows."""
+    copies: Tensor
+    """[N] int64, which env copies these are."""
+    ids: Tensor
+    """[N] int64, their running trajectories; -1 where a new one begins."""
     count_total: Tensor
     """int64, episodes that have ended."""
     count_before: Tensor
@@ -139,15 +147,19 @@ class EpisodeStatistics(Metric):
         self.window = window
         self.add_state("episodes", torch.zeros(2, 0, dtype=torch.float64), persistent=True)
         self.add_state("running", torch.zeros(2, 0, dtype=torch.float64), persistent=True)
+        self.add_state("copies", torch.zeros(0, dtype=torch.int64), persistent=True)
+        self.add_state("ids", torch.zeros(0, dtype=torch.int64), persistent=True)
         self.add_state("count_total", torch.tensor(0), persistent=True)
         self.add_state("count_before", torch.tensor(0), persistent=True)
 
-    def update(self, batch: TensorDictBase) -> None:
-        """Go on with every env copy.
+    def update(self, batch: TensorDictBase, total_copies: int | None = None) -> None:
+        """Go on with every env copy of a batch.
 
         Args:
-            batch: [N, T] or [T] with ``("next", "reward")``, ``("next", "done")`` and, where they exist, ``is_init``
-                and ``("collector", "mask")``. Another N than before begins new episodes.
+            batch: [N, T] or [T] with ``("next", "reward")``, ``("next", "done")`` and, where they exist, ``is_init``,
+                ``("collector", "traj_ids")`` and ``("collector", "mask")``.
+            total_copies: env copies over all workers and ranks, by which ids tell whose rows these are. Without it
+                rows are those of the same env copies in every batch, and another N than before begins new episodes.
         """
         steps = batch.shape[-1]
         done, first, mask = _rows(batch, NEXT_DONE), _rows_or_none(batch, IS_INIT), _rows_or_none(batch, MASK)
@@ -166,18 +178,29 @@ class EpisodeStatistics(Metric):
         else:
             lengths = np.add.reduceat(mask.ravel(), starts, dtype=np.int64).tolist()
 
-        so_far, frames = self._running(len(done))
+        ids = None if first is None else _rows_or_none(batch, TRAJ_IDS)
+        slots = self._slots(len(done), ids, total_copies)
+        so_far, frames = self.running.tolist()
+        open_ids = self.ids.tolist()
         finished = []
         for start, stop, part, length in zip(starts, stops, returns, lengths, strict=True):
-            copy, step = divmod(start, steps)
+            row, step = divmod(start, steps)
+            copy = slots[row]
             if step or start in firsts:
                 so_far[copy] = frames[copy] = 0.0
+            elif ids is not None and ids[row, 0] >= 0 and open_ids[copy] not in (ids[row, 0], _ANY):
+                frames[copy] = float("nan")  # rows are missing in between
             so_far[copy] += part
             frames[copy] += length
+            if ids is not None:
+                open_ids[copy] = int(ids[row, (stop - 1) % steps])
             if stop - 1 in last:
-                finished.append(((stop - 1) % steps, so_far[copy], frames[copy]))
+                if frames[copy] == frames[copy]:
+                    finished.append(((stop - 1) % steps, so_far[copy], frames[copy]))
                 so_far[copy] = frames[copy] = 0.0
+                open_ids[copy] = _ANY
         self.running = torch.from_numpy(np.array((so_far, frames)))
+        self.ids = torch.tensor(open_ids)
         if finished:
             finished.sort(key=itemgetter(0))  # by time
             self._finish(finished)
@@ -215,9 +238,23 @@ class EpisodeStatistics(Metric):
         self.count_total = torch.tensor(count_total)
         self.begin_interval()
 
-    def _running(self, copies: int) -> list[list[float]]:
-        """Returns and frames so far of the running episodes."""
-        return self.running.tolist() if self.running.shape[1] == copies else [[0.0] * copies, [0.0] * copies]
+    def _slots(self, rows: int, ids: np.ndarray | None, total_copies: int | None) -> list[int]:
+        """Where the rows of a batch find their running episodes; new env copies get a place."""
+        if ids is None or total_copies is None:
+            if len(self.copies) != rows:
+                self.copies = torch.arange(rows)
+                self.running = torch.zeros(2, rows, dtype=torch.float64)
+                self.ids = torch.full((rows,), _ANY)
+            return list(range(rows))
+        copies = (ids.max(1) % total_copies).tolist()
+        known = self.copies.tolist()
+        if new := sorted(set(copies) - set(known)):
+            known += new
+            self.copies = torch.tensor(known)
+            self.running = torch.cat([self.running, torch.zeros(2, len(new), dtype=torch.float64)], 1)
+            self.ids = torch.cat([self.ids, torch.full((len(new),), _NONE)])
+        places = {copy: place for place, copy in enumerate(known)}
+        return [places[copy] for copy in copies]
 
     def _finish(self, finished: list[tuple[int, float, float]]) -> None:
         """Take up episodes as step, return and frames."""

@@ -258,7 +258,7 @@ class RolloutRunner:
     def _finish(self, assembly: Assembly, version: int, random_steps: int) -> TensorDict:
         """Complete the outputs, say which rows count, and make the batch."""
         if self._config.set_truncated:
-            assembly.truncated[-1] = True
+            assembly.truncated[-1] |= assembly.valid[-1]  # an episode that has ended does not end once more
         versions = np.full(len(assembly.valid), version, np.int64)
         versions[:random_steps] = RANDOM_VERSION
         with torch.inference_mode(False):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from lit_collect.backends.base import Backend, Deadline, Launcher, close_channels
+from lit_collect.backends.base import Backend, Channel, Deadline, Launcher, close_channels
 from lit_collect.errors import CollectorClosedError, CollectTimeoutError, WorkerDiedError, second_to
 from lit_collect.members import Member
 from lit_collect.messages import (
@@ -35,6 +35,7 @@ from lit_collect.worker import WorkerSpec
 
 _SLICE_S = 0.2  # signal handlers of the trainer only set flags: waiting looks up that often
 _LAST_WORDS_S = 1.0  # what finding out how a worker ended, or where it hangs, may take
+_HURRY_S = 1.0  # what closing its envs may take when somebody has pressed Ctrl-C while it was waited for
 _RESTART_STRIDE = 1 << 16  # seeds of replaced workers, far from those of resumed runs
 
 
@@ -74,6 +75,7 @@ class WorkerGroup:
             num_workers=backend.num_collectors,
             describe=self._describe,
         )
+        self._patience_s = backend.shutdown_timeout_s
         self._closed = False
         self._process = os.getpid()
         self._launcher = backend.launcher()
@@ -176,7 +178,8 @@ class WorkerGroup:
         doing = member.doing
         if not member.waiting:
             member.since = monotonic()
-        member.waiting.append(request)
+        # a ticket holds weights, and if the request must be sent once more, it is with a new one
+        member.waiting.append(replace(request, ticket=None) if isinstance(request, Collect) else request)
         try:
             member.channel.send(request, self.backend.batch_timeout_s)
         except EOFError:
@@ -212,13 +215,12 @@ class WorkerGroup:
             asked = [member for member in of or self.members if member.waiting]
             self.check_usable(asked)
             slice_s = _SLICE_S if deadline is None else min(_SLICE_S, deadline.left_s)
-            ready = self._launcher.wait([member.channel for member in asked], slice_s)
+            ready = self._wait(asked, slice_s)
             # the one that has waited longest goes first
             for member in sorted((m for m in asked if m.channel in ready), key=lambda member: member.since):
                 reply = self._take(member)
                 if reply is not None:
                     return member, reply
-            self.while_waiting()
             if deadline is not None and deadline.left_s == 0.0:
                 return None
             if not ready:
@@ -234,11 +236,9 @@ class WorkerGroup:
         batches = sum(isinstance(reply, Collected) for _, reply in self.kept)
         for member in self.members:
             while member.waiting:
-                ready = self._launcher.wait([member.channel], _SLICE_S)
-                if ready:
+                if self._wait([member], _SLICE_S):
                     batches += isinstance(self._take(member), Collected)
                 else:
-                    self.while_waiting()
                     self._check_times([member])
         self.kept.clear()
         return batches > 0
@@ -327,7 +327,7 @@ class WorkerGroup:
             return
         try:
             channels = [member.channel for member in self.members]
-            failures = close_channels(channels, self.backend.shutdown_timeout_s)
+            failures = close_channels(channels, self._patience_s)
         finally:
             self._launcher.close(self.backend.shutdown_timeout_s)
             self.publisher.close()
@@ -336,6 +336,17 @@ class WorkerGroup:
             raise failed.as_exception(self.describe(self.members[channels.index(channel)]))
 
     # --- health -------------------------------------------------------------------------------------------------
+
+    def _wait(self, members: Sequence[Member], timeout_s: float) -> list[Channel]:
+        """Those of their channels on which there is something to receive."""
+        try:
+            ready = self._launcher.wait([member.channel for member in members], timeout_s)
+            if not ready:
+                self.while_waiting()
+        except (KeyboardInterrupt, SystemExit):  # whoever wants to leave now does not wait for a worker that hangs
+            self._patience_s = min(self._patience_s, _HURRY_S)
+            raise
+        return ready
 
     def _take(self, member: Member) -> Reply | None:
         """One reply; None if the worker had ended and was replaced."""
@@ -352,8 +363,7 @@ class WorkerGroup:
         return reply
 
     def _await_first_reply(self, member: Member, deadline: Deadline) -> None:
-        while not self._launcher.wait([member.channel], min(deadline.left_s, _SLICE_S)):
-            self.while_waiting()
+        while not self._wait([member], min(deadline.left_s, _SLICE_S)):
             if deadline.left_s == 0.0:
                 raise self._too_late(member, "was not ready")
         try:
@@ -371,11 +381,10 @@ class WorkerGroup:
     def _replace(self, member: Member, doing: str) -> None:
         """Start another worker in place of one that has ended; raise if there were enough of them."""
         self.check_usable(())
-        error = self._died(member, doing)
-        member.lost = str(error)  # until there is another one in its place
+        member.lost = str(self._died(member, doing))  # until there is another one in its place
         if self.restarts >= self.backend.max_restarts:
-            raise error
-        warnings.warn(f"{error}; it is replaced, and its episodes begin anew", stacklevel=2)
+            raise WorkerDiedError(member.lost)
+        warnings.warn(f"{member.lost}; it is replaced, and its episodes begin anew", stacklevel=2)
         self.restarts += 1
         self.episodes_dropped += member.copies
         member.restarts += 1
@@ -407,18 +416,19 @@ class WorkerGroup:
         timeout_s = self.backend.batch_timeout_s
         member.channel.send(resume, timeout_s)
         member.progress = member.channel.receive(timeout_s).progress
-        for position, request in enumerate(member.waiting):
+        for request in member.waiting:
             if isinstance(request, Collect):
                 request = replace(request, ticket=self.publisher.ticket(member.index))
-                member.waiting[position] = request
             member.channel.send(request, timeout_s)
         member.since = monotonic()
 
     def _died(self, member: Member, doing: str) -> WorkerDiedError:
-        how = member.channel.how_it_ended(_LAST_WORDS_S)
+        how, most = member.channel.how_it_ended(_LAST_WORDS_S), self.backend.max_restarts
+        before = f"{self.restarts} of max_restarts={most} were used before"
         return WorkerDiedError(
             f"{self.describe(member)} died while {doing}: {how}; what killed it (the system when memory runs out, a "
-            f"crash in native code) is not known here, and ProcessBackend(max_restarts=...) goes on without it"
+            f"crash in native code) is not known here, and "
+            f"{before if most else 'ProcessBackend(max_restarts=...) goes on without it'}"
         )
 
     def _too_late(self, member: Member, what: str = "did not answer") -> CollectTimeoutError:
@@ -438,11 +448,17 @@ class WorkerGroup:
         """Check that some workers can still be used.
 
         Raises:
-            CollectorClosedError: if somebody else has closed the group, a signal handler for instance.
+            CollectorClosedError: if somebody else has closed the group, a signal handler for instance, or this process
+                is a forked copy of the trainer.
             WorkerDiedError: if one of them has ended.
         """
         if self._closed:
             raise CollectorClosedError("the collector was closed while it was used; build a new one")
+        if not self.backend.in_process and os.getpid() != self._process:
+            raise CollectorClosedError(
+                f"the workers of this collector belong to process {self._process} : expected use there, got process "
+                f"{os.getpid()}, its copy; build a new collector here"
+            )
         for member in members:
             if member.lost:
                 raise WorkerDiedError(f"{member.lost} (this collector cannot go on; build a new one)")
@@ -454,7 +470,7 @@ class WorkerGroup:
         copies = ""
         for other, rows in self.rows():
             if other is member and rows:
-                copies = f" (env copies {rows[0]} to {rows[-1]})"
+                copies = f" (env copies {rows[0]} to {rows[-1]})" if len(rows) > 1 else f" (env copy {rows[0]})"
         return f"worker {member.index}, {member.channel.name}{copies}"
 
     def _describe(self, model_id: str) -> ModelShapes:

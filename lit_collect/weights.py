@@ -93,7 +93,7 @@ def named_tensors(weights: Weights) -> dict[str, Tensor]:
         weights: a module, a TensorDict of parameters, or a mapping of tensors, nested or with dotted names.
 
     Raises:
-        TypeError: if a value is no tensor.
+        TypeError: if a value is no tensor, or these are no weights at all.
     """
     if isinstance(weights, nn.Module):
         # A tensor with two names is given under both, as in a state_dict.
@@ -101,6 +101,8 @@ def named_tensors(weights: Weights) -> dict[str, Tensor]:
         return {**dict(parameters), **dict(weights.named_buffers(remove_duplicate=False))}
     if isinstance(weights, TensorDictBase):
         weights = weights.to_dict()
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights must be a module, a TensorDict or a mapping of tensors, got {weights!r}")
     flat: dict[str, Tensor] = {}
     for name, value in weights.items():
         if isinstance(value, Tensor):

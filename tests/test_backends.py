@@ -61,3 +61,23 @@ def test_backend_of_ones_own_starts_what_collects():
 
 def test_direct_backend_is_written_as_it_is_made():
     assert repr(DirectBackend()) == "DirectBackend()"
+
+
+@pytest.mark.parametrize("name", ["batch_timeout_s", "shutdown_timeout_s", "preempt_fraction"])
+@pytest.mark.parametrize("value", ["5", True])
+def test_process_backend_of_a_setting_that_is_no_number_raises(name, value):
+    with pytest.raises(TypeError, match=f"backend.{name} must be a number, got {value!r}"):
+        ProcessBackend(2, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("batch_timeout_s", 0, "above 0"),
+        ("shutdown_timeout_s", -1.0, "above 0"),
+        ("preempt_fraction", 1.5, "at most 1"),
+    ],
+)
+def test_process_backend_of_a_number_out_of_range_raises(name, value, rule):
+    with pytest.raises(ValueError, match=f"backend.{name} must be .*{rule}, got {value}"):
+        ProcessBackend(2, **{name: value})

@@ -284,3 +284,52 @@ def test_throughput_is_of_the_time_between_two_looks() -> None:
     assert throughput.interval_s == 2.0
     assert throughput.look(110) is None  # no time has passed
     assert throughput.look(210) == 200.0
+
+
+# --- batches of different workers
+
+
+def part(ids: list[list[int]], *, first: list[list[int]], done: list[list[int]]) -> TensorDict:
+    """Rows with a reward of 1 each; [n, T]."""
+    flags = {name: torch.tensor(rows, dtype=torch.bool).unsqueeze(-1) for name, rows in (("i", first), ("d", done))}
+    n, steps = len(ids), len(ids[0])
+    return TensorDict(
+        {
+            "is_init": flags["i"],
+            "next": {"reward": torch.ones(n, steps, 1), "done": flags["d"]},
+            "collector": {"traj_ids": torch.tensor(ids)},
+        },
+        batch_size=[n, steps],
+    )
+
+
+def test_episodes_of_workers_that_hand_in_by_turns_are_not_mixed():
+    episodes = EpisodeStatistics()
+    episodes.update(part([[0, 0]], first=[[1, 0]], done=[[0, 0]]), total_copies=2)
+    episodes.update(part([[1, 1]], first=[[1, 0]], done=[[0, 1]]), total_copies=2)
+    episodes.update(part([[3, 3]], first=[[1, 0]], done=[[0, 0]]), total_copies=2)
+    episodes.update(part([[0, 2]], first=[[0, 1]], done=[[1, 0]]), total_copies=2)
+    episodes.update(part([[3, 3]], first=[[0, 0]], done=[[0, 1]]), total_copies=2)
+    assert episodes.episodes.tolist() == [[2, 3, 4], [2, 3, 4]]
+
+
+def test_episode_that_lost_rows_is_not_counted():
+    episodes = EpisodeStatistics()
+    episodes.update(part([[0, 0]], first=[[1, 0]], done=[[0, 0]]), total_copies=1)
+    episodes.update(part([[2**32, 1]], first=[[0, 1]], done=[[1, 0]]), total_copies=1)  # behind a hole
+    episodes.update(part([[1, 2]], first=[[0, 1]], done=[[1, 0]]), total_copies=1)
+    assert episodes.episodes.tolist() == [[2], [2]]
+
+
+def test_episode_whose_beginning_was_never_seen_is_not_counted():
+    episodes = EpisodeStatistics()
+    episodes.update(part([[4, 5]], first=[[0, 1]], done=[[1, 0]]), total_copies=1)
+    episodes.update(part([[5, 5]], first=[[0, 0]], done=[[0, 1]]), total_copies=1)
+    assert episodes.episodes.tolist() == [[3], [3]]
+
+
+def test_batch_edges_that_end_trajectories_end_episodes_and_lose_none():
+    episodes = EpisodeStatistics()
+    episodes.update(part([[0, 0]], first=[[1, 0]], done=[[0, 1]]), total_copies=1)
+    episodes.update(part([[1, 1]], first=[[0, 0]], done=[[0, 1]]), total_copies=1)
+    assert episodes.episodes.tolist() == [[2, 2], [2, 2]]

@@ -129,3 +129,32 @@ def test_a_layer_that_names_its_twin_takes_part():
     module, observation = nn.Sequential(nn.Linear(4, 2), Halving()), torch.randn(3, 4)
     with torch.no_grad():
         torch.testing.assert_close(NumpyMLP.bind(module)(observation), module(observation))
+
+
+def compiled_outside() -> nn.Module:
+    return torch.compile(Policy(), backend="eager")
+
+
+def compiled_in_place() -> nn.Module:
+    policy = Policy()
+    policy.compile(backend="eager")
+    return policy
+
+
+class PartlyCompiled(Policy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = torch.compile(super().forward, backend="eager")
+
+    def forward(self, observation: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self.compiled(observation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [compiled_outside, compiled_in_place, PartlyCompiled])
+def test_what_is_compiled_gives_what_torch_gives(make):
+    policy, observation = make(), torch.randn(5, 4)
+    for again in (False, True):
+        with torch.inference_mode(), small_nets_in_numpy(policy):
+            given = policy(observation)["logits"]
+        torch.testing.assert_close(given, Policy.forward(policy, observation)["logits"], msg=f"{again=}")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
 from tensordict import TensorDict
 from torch import Tensor, distributions
 
@@ -384,6 +385,24 @@ def test_running_trajectories_are_the_first_ids_that_are_free():
 
 
 # --- sources that spend steps on resetting
+
+
+class ForgetfulSync(SyncVectorEnv):
+    """Spends a step on each reset."""
+
+    def step(self, actions):
+        return super().step(actions)
+
+
+def test_set_truncated_ends_no_trajectory_in_a_row_that_is_none():
+    envs = ForgetfulSync(counting(2, (2,)), autoreset_mode="NextStep")
+    with closing(envs), closing(runner(envs, set_truncated=True)) as one:
+        batches = collect(one, 3, 2, 2, 1)  # edges: in a reset, at an end, and twice within an episode
+    assert [ids(batch)[0] for batch in batches] == [[0, 0, -1], [2, 2], [-1, 4], [6]]
+    assert [ids(batch)[1] for batch in batches] == [[1, 1, -1], [3, 3], [-1, 5], [7]]
+    truncated = [batch["next", "truncated"][0].squeeze(-1).tolist() for batch in batches]
+    assert truncated == [[False] * 3, [False, True], [False, True], [True]]
+    assert batches[3]["observation"][0].tolist() == [[0, 2, 1]]
 
 
 def test_rows_that_are_no_transitions_are_masked_and_not_counted():

@@ -70,6 +70,11 @@ def test_named_tensors_of_no_tensor_raises():
         named_tensors({"weight": torch.zeros(1), "bias": [0.0]})
 
 
+def test_named_tensors_of_what_has_none_raises():
+    with pytest.raises(TypeError, match="weights must be a module, a TensorDict or a mapping of tensors, got 3"):
+        named_tensors(3)
+
+
 def test_snapshot_is_not_changed_by_later_training():
     module = net(1.0)
     snapshot = WeightSnapshot.of({"policy": module}, version=4)

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from trainers import functional
 from trainers.networks import ActorNetwork, CriticNetwork, action_entropy, action_log_prob
-from trainers.ppo import MASK, _clip_global_norm, _trajectory_ends
+from trainers.ppo import MASK, _trajectory_ends
 
 __all__ = ["IMPALA"]
 
@@ -29,7 +29,8 @@ class IMPALA(L.LightningModule):
     versions old, and trains on each whole batch once. Every training step weights the rows by the probability ratio of
     the policy of today and the one that acted (the batch's ``log_prob``), so that nothing need be known about who
     collected them, or when. On policy it is an actor-critic with generalized advantage estimation. Policy and critic
-    are separate networks of tanh layers, trained by one Adam optimizer without momentum.
+    are separate networks of tanh layers, trained by one Adam optimizer without momentum. Gradients are clipped by the
+    Trainer (``gradient_clip_val``).
 
     On the steps that the Trainer logs (``log_every_n_steps``): ``loss/policy``, ``loss/value``, ``loss/entropy`` (nats,
     before their coefficients), ``impala/rho_mean`` (mean probability ratio, not clipped: 1 on policy),
@@ -44,8 +45,8 @@ class IMPALA(L.LightningModule):
         c_bar: Bound on what is carried from one row to the one before, in [0, rho_bar].
         entropy_coefficient: Weight of the entropy bonus.
         value_coefficient: Weight of half the critic's mean squared error.
-        max_grad_norm: Limit on the global norm of the gradient; None leaves it alone. A ``gradient_clip_val`` of the
-            Trainer takes its place.
+        reward_scale: Rewards are multiplied by this before anything else, > 0; best where returns come out between 1
+            and 10. Far larger ones drive the critic's layers into saturation, where it sees no state any more.
         anneal: Whether the learning rate falls linearly to 0 with the data module's ``progress``.
         hidden: Sizes of the hidden layers of each network.
         observation_spec: Plain description of the observation space (see :mod:`trainers.networks`); None takes the
@@ -74,14 +75,14 @@ class IMPALA(L.LightningModule):
     def __init__(
         self,
         *,
-        learning_rate: float = 2e-3,
+        learning_rate: float = 1e-3,
         gamma: float = 0.99,
         lambda_: float = 1.0,
         rho_bar: float = 1.0,
         c_bar: float = 1.0,
         entropy_coefficient: float = 0.01,
         value_coefficient: float = 0.5,
-        max_grad_norm: float | None = 40.0,
+        reward_scale: float = 1.0,
         anneal: bool = False,
         hidden: tuple[int, ...] = (64, 64),
         observation_spec: dict[str, Any] | None = None,
@@ -93,7 +94,7 @@ class IMPALA(L.LightningModule):
         _check_range("rho_bar", rho_bar, rho_bar > 0, "a number > 0")
         _check_range("c_bar", c_bar, 0.0 <= c_bar <= rho_bar, f"a number in [0, rho_bar={rho_bar}]")
         _check_range("learning_rate", learning_rate, learning_rate > 0, "a number > 0")
-        _check_range("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0, "None or a number > 0")
+        _check_range("reward_scale", reward_scale, reward_scale > 0, "a number > 0")
         hidden = tuple(hidden)  # YAML gives a list
         self.save_hyperparameters()
         self.learning_rate = learning_rate
@@ -103,7 +104,7 @@ class IMPALA(L.LightningModule):
         self.c_bar = c_bar
         self.entropy_coefficient = entropy_coefficient
         self.value_coefficient = value_coefficient
-        self.max_grad_norm = max_grad_norm
+        self.reward_scale = reward_scale
         self.anneal = anneal
         if observation_spec is not None and action_spec is not None:
             self._build_networks(observation_spec, action_spec)
@@ -259,7 +260,7 @@ class IMPALA(L.LightningModule):
         next_value[last] = self.critic(batch["next", self.observation_key][last]).to(value.dtype)
         return functional.vtrace(
             log_ratio=log_ratio,
-            reward=batch["next", "reward"].squeeze(-1),
+            reward=self.reward_scale * batch["next", "reward"].squeeze(-1),
             value=value,
             next_value=next_value,
             discount=self.gamma * (~batch["next", "terminated"].squeeze(-1)).to(value.dtype),
@@ -322,25 +323,6 @@ class IMPALA(L.LightningModule):
             fused=True if self.device.type == "cpu" else None,  # see PPO
         )
 
-    @override
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Limit the global norm of the gradient to ``max_grad_norm``.
-
-        Args:
-            optimizer: Holds the parameters.
-            gradient_clip_val: The Trainer's own setting, which takes precedence.
-            gradient_clip_algorithm: The Trainer's own setting.
-        """
-        if gradient_clip_val is not None or self.max_grad_norm is None:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        _clip_global_norm(optimizer, self.max_grad_norm)
-
     def _log(
         self, losses: dict[str, Tensor], log_ratio: Tensor, value: Tensor, target: Tensor, mask: Tensor | None
     ) -> None:
@@ -371,6 +353,6 @@ def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
     return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
-def _check_range(name: str, number: float | None, is_valid: bool, rule: str) -> None:
+def _check_range(name: str, number: float, is_valid: bool, rule: str) -> None:
     if not is_valid:
         raise ValueError(f"{name} is out of range : expected {rule}, got {number!r}; change IMPALA({name}=...)")

@@ -134,8 +134,8 @@ class Nursery:
                 self._check_alive()
                 if monotonic() >= deadline:
                     raise CollectTimeoutError(
-                        f"the worker process did not start within {timeout_s:g} s; "
-                        "allow more time if this machine is busy or its disk is slow"
+                        f"the worker process did not start within {timeout_s:g} s, imports included; "
+                        "raise batch_timeout_s if this machine is busy or its disk is slow"
                     )
                 self._wait_and_exchange(deadline)
             if isinstance(answer, Refused):
@@ -283,6 +283,8 @@ class Nursery:
 
     def _lose(self) -> None:
         """The small process is gone, or not to be understood, and so are its workers; what they started must go too."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEFTOVERS_S)  # it may be about to end by itself, and how it does is of interest
         self._process.kill()
         lost = [pid for pid, status in self._statuses.items() if status is None]
         self._statuses.update(dict.fromkeys(lost, -signal.SIGKILL))

@@ -63,9 +63,11 @@ class ProcessBackend(Backend):
         if start_method is not None and start_method not in _START_METHODS:  # "fork": copies of the trainer's locks
             raise ValueError(f"backend.start_method must be one of {_START_METHODS} or None, got {start_method!r}")
         for name, value in (("batch_timeout_s", batch_timeout_s), ("shutdown_timeout_s", shutdown_timeout_s)):
+            _check_number(name, value)
             if not value > 0:
                 raise ValueError(f"backend.{name} must be above 0, got {value}")
         if preempt_fraction is not None:
+            _check_number("preempt_fraction", preempt_fraction)
             if not 0 < preempt_fraction <= 1:
                 raise ValueError(f"backend.preempt_fraction must be above 0 and at most 1, got {preempt_fraction}")
             if not sync:
@@ -112,3 +114,8 @@ def _check_count(name: str, value: int, least: int) -> None:
         raise TypeError(f"backend.{name} must be an integer, got {value!r}")
     if value < least:
         raise ValueError(f"backend.{name} must be at least {least}, got {value}")
+
+
+def _check_number(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"backend.{name} must be a number, got {value!r}")

@@ -29,6 +29,10 @@ class Collection(Protocol):
         """Frames handed out so far, over all ranks."""
 
     @property
+    def copies_total(self) -> int | None:
+        """Env copies over all ranks, once they are known."""
+
+    @property
     def policy_version(self) -> int:
         """Version of the weights that act."""
 

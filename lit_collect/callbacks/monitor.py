@@ -183,7 +183,7 @@ class CollectionMonitor(Callback):
 
     def _see_batch(self, batch: TensorDictBase) -> None:
         assert self._source is not None
-        self._episodes.update(batch)
+        self._episodes.update(batch, self._source.copies_total)
         self._staleness = self._staleness.joined(staleness(batch, self._source.policy_version))
         self._pending = True
 

@@ -22,7 +22,7 @@ SOON_S = 8.0
 BEGIN = """
     import json, os, signal, sys, threading, time
     from functools import partial
-    from lit_collect import Collector, CollectorDataModule, ProcessBackend
+    from lit_collect import Collector, CollectorClosedError, CollectorDataModule, ProcessBackend
     from lit_collect.testing import CountingEnv
 
     def say(**words):
@@ -129,7 +129,13 @@ def test_copy_of_the_trainer_harms_no_worker_and_a_script_that_closes_nothing_le
 
         first, names = build()
         first.collect()
-        for leave in (first.shutdown, sys.exit):
+        def misuse():
+            try:
+                first.collect()
+            except CollectorClosedError as error:
+                say(refused=str(error).partition(" : ")[0])
+
+        for leave in (misuse, first.shutdown, sys.exit):
             copy = os.fork()
             if copy == 0:
                 leave()
@@ -144,8 +150,9 @@ def test_copy_of_the_trainer_harms_no_worker_and_a_script_that_closes_nothing_le
     ).communicate(timeout=60.0)
     assert err == ""
     assert script.returncode == 0
-    *copies, last = [json.loads(line) for line in out.splitlines()]
-    assert copies == [{"copy": 0, "frames": 8}] * 2
+    refused, *copies, last = [json.loads(line) for line in out.splitlines()]
+    assert refused == {"refused": f"the workers of this collector belong to process {script.pid}"}
+    assert copies == [{"copy": 0, "frames": 8}] * 3
     workers = [int(name.split()[-1]) for name in last["workers"]]
     assert len(workers) == 4
     assert not any(map(runs, workers))

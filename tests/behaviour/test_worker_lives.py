@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ import torch
 from gymnasium import spaces
 
 from lit_collect import Collector, DirectBackend, ProcessBackend, WorkerDiedError, WorkerFailedError
+from lit_collect.messages import Execute
 from lit_collect.testing import ConstantPolicy, CountingEnv
 from tests.behaviour.troubles import (
     COPIES,
@@ -111,6 +113,21 @@ class ParentEnv(CountingEnv):
         if self._tidy:
             self.child.kill()
             self.child.join() if hasattr(self.child, "join") else self.child.wait()
+
+
+@with_nursery
+def test_closed_collector_keeps_no_memory_of_its_workers():
+    before = open_files()
+    envs = makers("step", partial(time.sleep, 1.0))  # worker 1 is at its first batch to the end
+    with build(envs, ConstantPolicy(0.0, num_actions=2), sync=False) as collector:
+        for _ in range(2):
+            collector.collect()
+            quick = collector.workers.members[0]
+            collector.workers.ask(quick, Execute(path="env.num_envs"))  # its two next batches come before the answer
+        assert collector.statistics()["frames_pending"] == 32
+    assert open_files() == before
+    assert collector.statistics()["frames_pending"] == 0
+    check_counters(collector)
 
 
 def start_a_program() -> subprocess.Popen:

@@ -108,7 +108,9 @@ def test_one_death_more_than_may_be_replaced_is_an_error(sync):
         check_counters(collector)
         kill(pids(collector)[1])
         for more in ("", ".*this collector cannot go on; build a new one"):
-            with pytest.raises(WorkerDiedError, match=f"worker 1, .*died while .*SIGKILL{more}"):
+            with pytest.raises(
+                WorkerDiedError, match=f"worker 1, .*SIGKILL.*, and 2 of max_restarts=2 were used before{more}"
+            ):
                 collect_until(collector, lambda _: False)
         counters = collector.statistics()
         assert (counters["restarts"], counters["episodes_dropped"], counters["workers_alive"]) == (2, COPIES, 1)

@@ -37,6 +37,7 @@ class KnownData(L.LightningDataModule):
         self.rollout_listeners, self.round_listeners = [], []
         self.total_frames = batches * FRAMES if budget else -1
         self.frames_total = 0
+        self.copies_total = None  # rows are those of the same env copies in every batch
         self.policy_version = 0
         self.seconds = dict.fromkeys(SECONDS, 0.0)
         self.counts = {"stale_dropped": 0, "workers_alive": 3, "restarts": 1, "queue_fill": 0.25}

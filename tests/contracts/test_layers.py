@@ -37,6 +37,7 @@ LAYERS = {
     "lit_collect.messages": 4,
     "lit_collect.worker": 4,
     "lit_collect.backends": 5,
+    "lit_collect.gaps": 6,
     "lit_collect.gathering": 6,
     "lit_collect.members": 6,
     "lit_collect.publishing": 6,

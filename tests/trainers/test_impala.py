@@ -120,7 +120,6 @@ def gradients(module, loss):
 def train_alone(module, optimizer, batch):
     optimizer.zero_grad()
     module.training_step(batch, 0).backward()
-    module.configure_gradient_clipping(optimizer)
     optimizer.step()
 
 
@@ -199,6 +198,14 @@ def test_estimate_weights_old_rows_by_the_bounded_ratio():
     target, advantage = module.estimate(batch, torch.tensor([[4.0, 0.5]]).log(), torch.tensor([[10.0, 20.0]]))
     torch.testing.assert_close(target, torch.tensor([[10.0, 18.0]]))
     torch.testing.assert_close(advantage, torch.tensor([[0.0, -2.0]]))
+
+
+def test_estimate_scales_the_rewards_and_not_the_values():
+    # gamma 0.5: G = 0.25 * 4 + 0.5 * 30 = 16, A = 16 - 20
+    module = ten_times_critic(gamma=0.5, reward_scale=0.25)
+    target, advantage = estimate_on_policy(module, line_batch([2.0], [3.0], reward=4.0))
+    torch.testing.assert_close(target, torch.tensor([[16.0]]))
+    torch.testing.assert_close(advantage, torch.tensor([[-4.0]]))
 
 
 def test_estimate_cuts_where_the_trajectory_id_changes():
@@ -398,20 +405,6 @@ def test_fit_in_any_precision_stays_finite(precision, tmp_path):
     assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1e5])
-def test_configure_gradient_clipping_equals_torch(scale):
-    module, twin = impala(), impala()
-    optimizer = module.configure_optimizers()
-    generator = torch.Generator().manual_seed(0)
-    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
-        p.grad = scale * torch.randn(p.shape, generator=generator)
-        q.grad = p.grad.clone()
-    module.configure_gradient_clipping(optimizer)
-    torch.nn.utils.clip_grad_norm_(twin.parameters(), 40.0)
-    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=0.0)
-
-
 def test_checkpoint_after_fit_loads_with_plain_data_only_and_rebuilds_the_networks(tmp_path):
     module = IMPALA(hidden=(8, 8), rho_bar=1.5)
     run = trainer(tmp_path)
@@ -447,7 +440,7 @@ def test_predict_step_measures_returns_and_lengths_without_the_padding():
         ({"rho_bar": 0.0}, "rho_bar is out of range : expected a number > 0"),
         ({"c_bar": 1.5}, r"c_bar is out of range : expected a number in \[0, rho_bar=1.0\], got 1.5"),
         ({"learning_rate": 0.0}, "learning_rate is out of range"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm is out of range : expected None or a number > 0"),
+        ({"reward_scale": 0.0}, "reward_scale is out of range : expected a number > 0"),
     ],
 )
 def test_impala_when_a_number_is_out_of_range_names_it(options, message):
