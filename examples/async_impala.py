@@ -1,7 +1,7 @@
 # Actor and learner at the same time: two worker processes collect while IMPALA learns from what they have.
 # V-trace corrects for rows that were acted by older weights; none is older than 8 versions. Through Trainer.fit; the
 # same run from the command line is configs/impala_cartpole.yaml.
-# Expected: a mean return of 400 to 500 after 200,000 frames, in about a minute on two cores.
+# Expected: a mean return of 500 after 200,000 frames, in about a quarter of a minute on two cores.
 import os
 
 import lightning as L
@@ -31,9 +31,11 @@ monitor = CollectionMonitor()
 trainer = L.Trainer(
     accelerator="cpu",
     max_epochs=-1,  # the frame budget ends the run
+    gradient_clip_val=1.0,
     callbacks=[WeightSync(every_n_steps=1, max_staleness=8), monitor, FrameProgress()],
     enable_model_summary=False,
 )
-trainer.fit(IMPALA(learning_rate=3e-3, anneal=True), datamodule=data)
+module = IMPALA(learning_rate=2e-3, entropy_coefficient=0.003, reward_scale=0.05, anneal=True)
+trainer.fit(module, datamodule=data)
 print(f"mean return of 20 episodes: {monitor.latest['eval/return_mean']:.1f}")
 print(f"age of the rows of the last batch: {monitor.latest['policy/staleness_mean']:.1f} versions")

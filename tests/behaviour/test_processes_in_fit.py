@@ -4,6 +4,7 @@ import csv
 import os
 import signal
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,10 @@ class MortalEnv(CountingEnv):
         self._lives, self._at = lives, at
 
     def step(self, action: Any):
-        if len(self.actions) + 1 == self._at and self._lives.exists():
-            self._lives.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if len(self.actions) + 1 == self._at:
+            with suppress(FileNotFoundError):  # another one was faster
+                self._lives.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
 
 
