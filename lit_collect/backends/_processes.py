@@ -267,6 +267,9 @@ def serve(sock: socket.socket) -> None:
         return
     faulthandler.register(_TRACE_SIGNAL, file=hello.trace.descriptor, all_threads=True)
     torch.set_num_threads(hello.num_threads)
+    if hasattr(os, "SCHED_BATCH"):  # else a worker may take the trainer's place before that has woken the next one
+        with suppress(OSError):  # not allowed here: it is a matter of a millisecond
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     run_worker(_ProcessPort(wire, hello.board), partial(_unpack, hello))
 
 
