@@ -52,9 +52,7 @@ with collector:
         returns = returns_to_go(batch["next", "reward"].squeeze(-1), batch["next", "done"].squeeze(-1))
         advantage = (returns - returns.mean()) / (returns.std() + 1e-6)
         log_prob = torch.distributions.Categorical(**policy(batch["observation"])).log_prob(batch["action"])
-        ratio = (
-            log_prob - batch["log_prob"].reshape_as(log_prob)
-        ).exp()  # 1 for rows of age 0
+        ratio = (log_prob - batch["log_prob"].reshape_as(log_prob)).exp()  # 1 for rows of age 0
         optimizer.zero_grad()
         (-ratio * advantage).mean().backward()
         optimizer.step()
