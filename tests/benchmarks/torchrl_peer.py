@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from functools import partial
 
@@ -36,14 +37,14 @@ def collector(num_envs: int, frames_per_batch: int = 2048) -> Callable[[], int]:
 
 def two_workers(num_envs: int, frames_per_batch: int = 2048) -> Callable[[], int]:
     """The same with two synchronous worker processes, the env copies divided between them."""
-    batches = iter(
-        MultiSyncCollector(
-            [partial(make_env, num_envs // 2)] * 2,
-            make_actor(),
-            frames_per_batch=frames_per_batch,
-            total_frames=-1,
-            device="cpu",
-            auto_register_policy_transforms=False,
-        )
+    collector = MultiSyncCollector(
+        [partial(make_env, num_envs // 2)] * 2,
+        make_actor(),
+        frames_per_batch=frames_per_batch,
+        total_frames=-1,
+        device="cpu",
+        auto_register_policy_transforms=False,
     )
+    atexit.register(collector.shutdown)  # else the interpreter waits for its workers, which wait for work
+    batches = iter(collector)
     return lambda: next(batches).numel()
