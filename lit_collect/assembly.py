@@ -12,7 +12,7 @@ from lit_collect.columns import Columns
 from lit_collect.envs.base import Final
 from lit_collect.envs.spaces import LeafSpec, TreeSpec
 from lit_collect.errors import FrameContractError
-from lit_collect.frames import Key, is_private
+from lit_collect.frames import Key, is_private, put_at
 
 
 class Episodes:
@@ -174,11 +174,11 @@ class Assembly:
         successors: dict[str, Any] = {}
         for leaf, seen, following in zip(self._leaves, self._seen, self._successors, strict=True):
             if not is_private(leaf.key):
-                _put(root, leaf.key, seen)
-                _put(successors, leaf.key, following)
+                put_at(root, leaf.key, seen)
+                put_at(successors, leaf.key, following)
         for key, value in {**self.outputs, **completed}.items():
             if not is_private(key):
-                _put(root, key, value)
+                put_at(root, key, value)
         with torch.inference_mode(False):
             for name in ("done", "terminated", "truncated"):
                 root[name] = torch.zeros((*self._shape, 1), dtype=torch.bool)
@@ -235,9 +235,3 @@ class Assembly:
 def _flag(column: np.ndarray) -> Tensor:
     """[T, N] -> a copy [N, T, 1]."""
     return torch.from_numpy(column.T[..., None].copy())
-
-
-def _put(tree: dict[str, Any], key: Key, value: Tensor) -> None:
-    for part in key[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[key[-1]] = value

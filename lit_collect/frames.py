@@ -4,6 +4,8 @@ Legend: N = env copies (over all workers of one rank), T = steps of each copy, B
 An unbatched env leaves N out. The last batch dimension is named "time". The layout is TorchRL's TED.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from tensordict import TensorDictBase
@@ -67,6 +69,13 @@ def valid_rows(batch: TensorDictBase) -> torch.Tensor | None:
 def columns_of(batch: TensorDictBase) -> dict[Key, torch.Tensor]:
     """All leaves of a batch by key, not copied."""
     return {as_key(key): column for key, column in batch.items(True, True)}  # type: ignore[misc]  # leaves only
+
+
+def put_at(tree: dict[str, Any], key: Key, value: Any) -> None:
+    """Put a value into nested dicts, which are made where they are missing."""
+    for part in key[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[key[-1]] = value
 
 
 def count_frames(batch: TensorDictBase) -> int:

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from lit_collect.backends.base import Deadline
 from lit_collect.errors import FrameContractError, StaleDataError
-from lit_collect.frames import MASK, NEXT_DONE, NO_TRAJECTORY, TRAJ_IDS, Key, columns_of, count_frames, limit_frames
+from lit_collect.frames import (
+    MASK,
+    NEXT_DONE,
+    NO_TRAJECTORY,
+    TRAJ_IDS,
+    Key,
+    columns_of,
+    count_frames,
+    limit_frames,
+    put_at,
+)
 from lit_collect.gaps import Gaps
 from lit_collect.members import Member
 from lit_collect.messages import Collect, Collected, Failed
@@ -323,14 +333,14 @@ def join(parts: Sequence[TensorDict | Columns], *, masked: bool) -> TensorDict:
     root: dict[str, Any] = {}
     if min(lengths) == steps:
         for key in columns[0]:
-            _put(root, key, torch.cat([part[key] for part in columns]))
+            put_at(root, key, torch.cat([part[key] for part in columns]))
     else:
         for key in columns[0]:
-            _put(root, key, _padded([part[key] for part in columns], steps, NO_TRAJECTORY if key == TRAJ_IDS else 0))
+            put_at(root, key, _padded([part[key] for part in columns], steps, NO_TRAJECTORY if key == TRAJ_IDS else 0))
     count = sum(part[TRAJ_IDS].shape[0] for part in columns)
     if masked and MASK not in columns[0]:
         present = [torch.ones(part[TRAJ_IDS].shape, dtype=torch.bool) for part in columns]
-        _put(root, MASK, _padded(present, steps, 0))
+        put_at(root, MASK, _padded(present, steps, 0))
     return TensorDict(root, batch_size=(count, steps), names=[None, "time"])  # type: ignore[list-item]
 
 
@@ -359,9 +369,3 @@ def _within(batch: TensorDict, left: int) -> TensorDict:
     if count_frames(batch) > left:
         limit_frames(batch, left)
     return batch
-
-
-def _put(tree: dict[str, Any], key: Key, value: Tensor) -> None:
-    for name in key[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[key[-1]] = value

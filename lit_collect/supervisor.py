@@ -114,7 +114,7 @@ class WorkerGroup:
     @property
     def frames_stepped(self) -> int:
         """Frames of all workers, as of their last replies."""
-        return sum(member.before.frames_stepped + member.progress.frames_stepped for member in self.members)
+        return sum(member.done.frames_stepped for member in self.members)
 
     @property
     def trajectories(self) -> list[int]:

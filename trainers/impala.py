@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from tensordict import TensorDict
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from trainers import functional
-from trainers.networks import ActorNetwork, CriticNetwork, action_entropy, action_log_prob
-from trainers.ppo import MASK, _trajectory_ends
+from trainers.actor_critic import MASK, ActorCritic, trajectory_ends
+from trainers.networks import action_entropy, action_log_prob
 
 __all__ = ["IMPALA"]
 
@@ -22,7 +20,7 @@ ROUNDING = 1e-3
 """Ratios that close above a bound are not counted as clipped: on policy they are 1 up to rounding."""
 
 
-class IMPALA(L.LightningModule):
+class IMPALA(ActorCritic):
     """Importance-weighted actor-learner, Espeholt et al. 2018, arXiv:1802.01561, for discrete and continuous actions.
 
     Meant for a data module that collects batches ``[N, T]`` (N env copies, T steps) with weights that may be some
@@ -63,14 +61,8 @@ class IMPALA(L.LightningModule):
         ['logits']
     """
 
-    observation_key: ClassVar[str] = "observation"
-    """Key of the batch that policy and critic read."""
-
-    policy: ActorNetwork
-    """Maps observations to the parameters of the action distribution; exists once the spaces are known."""
-
-    critic: CriticNetwork
-    """Maps observations to values; exists once the spaces are known."""
+    algorithm: ClassVar[str] = "IMPALA"
+    """See the base class."""
 
     def __init__(
         self,
@@ -89,12 +81,12 @@ class IMPALA(L.LightningModule):
         action_spec: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        _check_range("gamma", gamma, 0.0 <= gamma <= 1.0, "a number in [0, 1]")
-        _check_range("lambda_", lambda_, 0.0 <= lambda_ <= 1.0, "a number in [0, 1]")
-        _check_range("rho_bar", rho_bar, rho_bar > 0, "a number > 0")
-        _check_range("c_bar", c_bar, 0.0 <= c_bar <= rho_bar, f"a number in [0, rho_bar={rho_bar}]")
-        _check_range("learning_rate", learning_rate, learning_rate > 0, "a number > 0")
-        _check_range("reward_scale", reward_scale, reward_scale > 0, "a number > 0")
+        self._check_range("gamma", gamma, 0.0 <= gamma <= 1.0, "a number in [0, 1]")
+        self._check_range("lambda_", lambda_, 0.0 <= lambda_ <= 1.0, "a number in [0, 1]")
+        self._check_range("rho_bar", rho_bar, rho_bar > 0, "a number > 0")
+        self._check_range("c_bar", c_bar, 0.0 <= c_bar <= rho_bar, f"a number in [0, rho_bar={rho_bar}]")
+        self._check_range("learning_rate", learning_rate, learning_rate > 0, "a number > 0")
+        self._check_range("reward_scale", reward_scale, reward_scale > 0, "a number > 0")
         hidden = tuple(hidden)  # YAML gives a list
         self.save_hyperparameters()
         self.learning_rate = learning_rate
@@ -110,76 +102,6 @@ class IMPALA(L.LightningModule):
             self._build_networks(observation_spec, action_spec)
 
     @override
-    def __setattr__(self, name: str, value: Any) -> None:
-        # see PPO: Lightning sets this some forty times a step, and the way of `nn.Module` is dear
-        if name == "_current_fx_name":
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
-
-    @override
-    def setup(self, stage: str) -> None:
-        """Build the networks from the data module's spaces, unless they exist.
-
-        Args:
-            stage: Given by Lightning, not used.
-
-        Raises:
-            ValueError: If a space is neither given nor known to the data module, or not supported.
-        """
-        if hasattr(self, "policy"):
-            return
-        specs = {}
-        for name in ("observation_spec", "action_spec"):
-            spec = self.hparams[name] or getattr(getattr(self.trainer, "datamodule", None), name, None)
-            if spec is None:
-                raise ValueError(
-                    f"{name} is unknown : expected it from IMPALA or from the data module, got None from both; "
-                    f"pass IMPALA({name}=...) or fit with a data module that has {name}"
-                )
-            specs[name] = spec
-        self.configure_spaces(**specs)
-
-    def configure_spaces(self, observation_spec: dict[str, Any], action_spec: dict[str, Any]) -> None:
-        """Build the networks for these spaces, unless they exist.
-
-        The data module calls this before any callback sets up: one that copies the module, as weight averaging does,
-        needs to find them.
-
-        Args:
-            observation_spec: Plain description of the observation space; one that was given to IMPALA goes first.
-            action_spec: The same for the action space.
-
-        Raises:
-            ValueError: If a space is not supported.
-        """
-        if hasattr(self, "policy"):
-            return
-        specs = {
-            "observation_spec": self.hparams["observation_spec"] or observation_spec,
-            "action_spec": self.hparams["action_spec"] or action_spec,
-        }
-        self.hparams.update(specs)  # a checkpoint then rebuilds the same networks
-        self._build_networks(**specs)
-
-    def _build_networks(self, observation_spec: dict[str, Any], action_spec: dict[str, Any]) -> None:
-        hidden = self.hparams["hidden"]
-        self.policy = ActorNetwork(observation_spec, action_spec, hidden=hidden)
-        self.critic = CriticNetwork(observation_spec, hidden=hidden)
-
-    @override
-    def forward(self, observation: Tensor) -> dict[str, Tensor]:
-        """Give the parameters of the action distribution: see :class:`trainers.networks.ActorNetwork`.
-
-        Args:
-            observation: ``[N, ...]``.
-
-        Returns:
-            ``{"logits": [N, A]}`` or ``{"loc": [N, D], "scale": [N, D]}``.
-        """
-        return self.policy(observation)
-
-    @override
     def on_train_batch_start(self, batch: TensorDict, batch_idx: int) -> None:
         """Anneal the learning rate.
 
@@ -187,14 +109,8 @@ class IMPALA(L.LightningModule):
             batch: A whole collected batch.
             batch_idx: Given by Lightning, not used.
         """
-        if not self.anneal:
-            return
-        # Progress counts the batch at hand. Without it, the last batch too is trained on with a rate above zero.
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        share = batch.numel() * self.trainer.world_size / data.total_frames if data.total_frames > 0 else 0.0
-        remaining = min(1.0, 1.0 - data.progress + share)
-        for group in cast(Optimizer, self.optimizers(use_pl_optimizer=False)).param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * remaining
+        if self.anneal:
+            self._anneal_learning_rate(batch.numel())
 
     @override
     def training_step(self, batch: TensorDict, batch_idx: int = 0) -> Tensor:
@@ -252,7 +168,7 @@ class IMPALA(L.LightningModule):
         Returns:
             Targets of the critic and advantages of the policy gradient, both ``[N, T]`` without gradient.
         """
-        ends = _trajectory_ends(batch)
+        ends = trajectory_ends(batch)
         # The successor of any other row is the observation of the next one, and so has a value already.
         last = ends.clone()
         last[..., -1] = True
@@ -271,40 +187,6 @@ class IMPALA(L.LightningModule):
         )
 
     @override
-    def validation_step(self, batch: TensorDict, batch_idx: int = 0) -> None:
-        """Do nothing: evaluation episodes are acted and measured by the data module.
-
-        Args:
-            batch: Evaluation episodes.
-            batch_idx: Given by Lightning, not used.
-        """
-
-    @override
-    def test_step(self, batch: TensorDict, batch_idx: int = 0) -> None:
-        """Do nothing, see :meth:`validation_step`.
-
-        Args:
-            batch: Evaluation episodes.
-            batch_idx: Given by Lightning, not used.
-        """
-
-    @override
-    def predict_step(self, batch: TensorDict, batch_idx: int = 0) -> dict[str, Tensor]:
-        """Measure the episodes of a padded batch.
-
-        Args:
-            batch: ``[B, T]`` episodes with ``("next", "reward")`` and, where padded, ``("collector", "mask")``.
-            batch_idx: Given by Lightning, not used.
-
-        Returns:
-            ``return``: ``[B]`` float64, undiscounted; ``length``: ``[B]`` int64, in frames. Both on the CPU.
-        """
-        reward = batch["next", "reward"].squeeze(-1).to("cpu", torch.float64)
-        mask = batch.get(MASK, None)
-        valid = torch.ones_like(reward, dtype=torch.bool) if mask is None else mask.cpu()
-        return {"return": reward.masked_fill(~valid, 0.0).sum(-1), "length": valid.sum(-1)}
-
-    @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Create Adam over policy and critic, without momentum.
 
@@ -314,14 +196,7 @@ class IMPALA(L.LightningModule):
         Returns:
             One optimizer.
         """
-        parameters = [*self.policy.parameters(), *self.critic.parameters()]
-        return torch.optim.Adam(
-            parameters,
-            lr=self.learning_rate,
-            betas=(0.0, 0.999),
-            eps=1e-5,
-            fused=True if self.device.type == "cpu" else None,  # see PPO
-        )
+        return self._adam(betas=(0.0, 0.999))
 
     def _log(
         self, losses: dict[str, Tensor], log_ratio: Tensor, value: Tensor, target: Tensor, mask: Tensor | None
@@ -351,8 +226,3 @@ def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return x.mean()
     return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
-
-
-def _check_range(name: str, number: float, is_valid: bool, rule: str) -> None:
-    if not is_valid:
-        raise ValueError(f"{name} is out of range : expected {rule}, got {number!r}; change IMPALA({name}=...)")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from tensordict import TensorDict
@@ -13,15 +12,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from trainers import functional
-from trainers.networks import ActorNetwork, CriticNetwork, action_entropy, action_log_prob
+from trainers.actor_critic import MASK, ActorCritic, trajectory_ends
+from trainers.networks import action_entropy, action_log_prob
 
 __all__ = ["PPO"]
 
-MASK = ("collector", "mask")
-TRAJ_IDS = ("collector", "traj_ids")
 
-
-class PPO(L.LightningModule):
+class PPO(ActorCritic):
     """Proximal policy optimization, Schulman et al. 2017, arXiv:1707.06347, for discrete and continuous actions.
 
     Meant for a data module that collects batches ``[N, T]`` (N env copies, T steps), passes each once through
@@ -60,14 +57,8 @@ class PPO(L.LightningModule):
         ['logits']
     """
 
-    observation_key: ClassVar[str] = "observation"
-    """Key of the batch that policy and critic read."""
-
-    policy: ActorNetwork
-    """Maps observations to the parameters of the action distribution; exists once the spaces are known."""
-
-    critic: CriticNetwork
-    """Maps observations to values; exists once the spaces are known."""
+    algorithm: ClassVar[str] = "PPO"
+    """See the base class."""
 
     def __init__(
         self,
@@ -86,11 +77,13 @@ class PPO(L.LightningModule):
         action_spec: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        _check_range("gamma", gamma, 0.0 <= gamma <= 1.0, "a number in [0, 1]")
-        _check_range("lambda_", lambda_, 0.0 <= lambda_ <= 1.0, "a number in [0, 1]")
-        _check_range("learning_rate", learning_rate, learning_rate > 0, "a number > 0")
-        _check_range("clip", clip, clip > 0, "a number > 0")
-        _check_range("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0, "None or a number > 0")
+        self._check_range("gamma", gamma, 0.0 <= gamma <= 1.0, "a number in [0, 1]")
+        self._check_range("lambda_", lambda_, 0.0 <= lambda_ <= 1.0, "a number in [0, 1]")
+        self._check_range("learning_rate", learning_rate, learning_rate > 0, "a number > 0")
+        self._check_range("clip", clip, clip > 0, "a number > 0")
+        self._check_range(
+            "max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0, "None or a number > 0"
+        )
         hidden = tuple(hidden)  # YAML gives a list
         self.save_hyperparameters()
         self.learning_rate = learning_rate
@@ -106,77 +99,6 @@ class PPO(L.LightningModule):
         self._statistics = _UpdateStatistics()
         if observation_spec is not None and action_spec is not None:
             self._build_networks(observation_spec, action_spec)
-
-    @override
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning notes the hook that runs under this name, some forty times a step; the way of `nn.Module`, which
-        # looks for parameters and submodules first, would make that the dearest part of its bookkeeping.
-        if name == "_current_fx_name":
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
-
-    @override
-    def setup(self, stage: str) -> None:
-        """Build the networks from the data module's spaces, unless they exist.
-
-        Args:
-            stage: Given by Lightning, not used.
-
-        Raises:
-            ValueError: If a space is neither given nor known to the data module, or not supported.
-        """
-        if hasattr(self, "policy"):
-            return
-        specs = {}
-        for name in ("observation_spec", "action_spec"):
-            spec = self.hparams[name] or getattr(getattr(self.trainer, "datamodule", None), name, None)
-            if spec is None:
-                raise ValueError(
-                    f"{name} is unknown : expected it from PPO or from the data module, got None from both; "
-                    f"pass PPO({name}=...) or fit with a data module that has {name}"
-                )
-            specs[name] = spec
-        self.configure_spaces(**specs)
-
-    def configure_spaces(self, observation_spec: dict[str, Any], action_spec: dict[str, Any]) -> None:
-        """Build the networks for these spaces, unless they exist.
-
-        The data module calls this before any callback sets up: one that copies the module, as weight averaging does,
-        needs to find them.
-
-        Args:
-            observation_spec: Plain description of the observation space; one that was given to PPO goes first.
-            action_spec: The same for the action space.
-
-        Raises:
-            ValueError: If a space is not supported.
-        """
-        if hasattr(self, "policy"):
-            return
-        specs = {
-            "observation_spec": self.hparams["observation_spec"] or observation_spec,
-            "action_spec": self.hparams["action_spec"] or action_spec,
-        }
-        self.hparams.update(specs)  # a checkpoint then rebuilds the same networks
-        self._build_networks(**specs)
-
-    def _build_networks(self, observation_spec: dict[str, Any], action_spec: dict[str, Any]) -> None:
-        hidden = self.hparams["hidden"]
-        self.policy = ActorNetwork(observation_spec, action_spec, hidden=hidden)
-        self.critic = CriticNetwork(observation_spec, hidden=hidden)
-
-    @override
-    def forward(self, observation: Tensor) -> dict[str, Tensor]:
-        """Give the parameters of the action distribution: see :class:`trainers.networks.ActorNetwork`.
-
-        Args:
-            observation: ``[N, ...]``.
-
-        Returns:
-            ``{"logits": [N, A]}`` or ``{"loc": [N, D], "scale": [N, D]}``.
-        """
-        return self.policy(observation)
 
     @torch.no_grad()
     def prepare_rollout(self, batch: TensorDict) -> TensorDict:
@@ -197,7 +119,7 @@ class PPO(L.LightningModule):
         """
         self._log_statistics()
         if self.anneal:
-            self._anneal(batch.numel())
+            self._clip = self.clip * self._anneal_learning_rate(batch.numel())
         # Every successor is evaluated, though most are the next row's observation: for small networks a second call
         # costs less than finding out which ones are not, and it is right for every way of cutting trajectories.
         value = self.critic(batch[self.observation_key])
@@ -207,7 +129,7 @@ class PPO(L.LightningModule):
             value=value,
             next_value=next_value,
             discount=self.gamma * (~batch["next", "terminated"].squeeze(-1)).to(value.dtype),
-            done=_trajectory_ends(batch),
+            done=trajectory_ends(batch),
             lambda_=self.lambda_,
         )
         value_target = advantage + value
@@ -256,52 +178,13 @@ class PPO(L.LightningModule):
         return loss
 
     @override
-    def validation_step(self, batch: TensorDict, batch_idx: int = 0) -> None:
-        """Do nothing: evaluation episodes are acted and measured by the data module.
-
-        Args:
-            batch: Evaluation episodes.
-            batch_idx: Given by Lightning, not used.
-        """
-
-    @override
-    def test_step(self, batch: TensorDict, batch_idx: int = 0) -> None:
-        """Do nothing, see :meth:`validation_step`.
-
-        Args:
-            batch: Evaluation episodes.
-            batch_idx: Given by Lightning, not used.
-        """
-
-    @override
-    def predict_step(self, batch: TensorDict, batch_idx: int = 0) -> dict[str, Tensor]:
-        """Measure the episodes of a padded batch.
-
-        Args:
-            batch: ``[B, T]`` episodes with ``("next", "reward")`` and, where padded, ``("collector", "mask")``.
-            batch_idx: Given by Lightning, not used.
-
-        Returns:
-            ``return``: ``[B]`` float64, undiscounted; ``length``: ``[B]`` int64, in frames. Both on the CPU.
-        """
-        reward = batch["next", "reward"].squeeze(-1).to("cpu", torch.float64)
-        mask = batch.get(MASK, None)
-        valid = torch.ones_like(reward, dtype=torch.bool) if mask is None else mask.cpu()
-        return {"return": reward.masked_fill(~valid, 0.0).sum(-1), "length": valid.sum(-1)}
-
-    @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Create Adam over policy and critic.
 
         Returns:
             One optimizer.
         """
-        parameters = [*self.policy.parameters(), *self.critic.parameters()]
-        # On CPU the fused step is three times faster. Elsewhere torch chooses: a fused step would also unscale the
-        # gradients of half precision, that is, only after they were clipped.
-        return torch.optim.Adam(
-            parameters, lr=self.learning_rate, eps=1e-5, fused=True if self.device.type == "cpu" else None
-        )
+        return self._adam(betas=(0.9, 0.999))
 
     @override
     def configure_gradient_clipping(
@@ -326,18 +209,6 @@ class PPO(L.LightningModule):
     def on_train_end(self) -> None:
         """Hand the statistics of the last batch to the loggers."""
         self._log_statistics()
-
-    def _anneal(self, num_frames: int) -> None:
-        # Progress counts the batch at hand. Without it, the last batch too is trained on with a rate above zero.
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        share = num_frames * self.trainer.world_size / data.total_frames if data.total_frames > 0 else 0.0
-        remaining = min(1.0, 1.0 - data.progress + share)
-        self._clip = self.clip * remaining
-        for group in self._optimizer().param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * remaining
-
-    def _optimizer(self) -> Optimizer:
-        return cast(Optimizer, self.optimizers(use_pl_optimizer=False))
 
     def _log_statistics(self) -> None:
         # straight to the loggers: each `self.log` would cost as much as half an update
@@ -392,20 +263,6 @@ class _UpdateStatistics:
         return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 
 
-def _trajectory_ends(batch: TensorDict) -> Tensor:
-    """Mark the rows ``[N, T]`` that the next row does not continue."""
-    ends = batch["next", "done"].squeeze(-1)
-    traj_ids, mask = batch.get(TRAJ_IDS, None), batch.get(MASK, None)
-    if traj_ids is None and mask is None:
-        return ends
-    ends = ends.clone()
-    if traj_ids is not None:
-        ends[..., :-1] |= traj_ids[..., 1:] != traj_ids[..., :-1]
-    if mask is not None:
-        ends[..., :-1] |= ~mask[..., 1:]
-    return ends
-
-
 def _clip_global_norm(optimizer: Optimizer, max_norm: float) -> None:
     """Scale all gradients by ``1 / max(1, norm / max_norm)``: the effect of torch's function at half its cost."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -413,8 +270,3 @@ def _clip_global_norm(optimizer: Optimizer, max_norm: float) -> None:
         return
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     torch._foreach_div_(gradients, (norm / max_norm).clamp_(min=1.0))
-
-
-def _check_range(name: str, number: float | None, is_valid: bool, rule: str) -> None:
-    if not is_valid:
-        raise ValueError(f"{name} is out of range : expected {rule}, got {number!r}; change PPO({name}=...)")

@@ -58,11 +58,12 @@ class ProcessLauncher(Launcher):
 
     def __init__(self, num_threads: int, *, method: Literal["forkserver", "spawn"], timeout_s: float) -> None:
         self._num_threads, self._method, self._timeout_s = num_threads, method, timeout_s
+        self._registered = _pack_registrations()
         self._nursery: Nursery | None = lease(num_threads)
 
     def start(self, spec: WorkerSpec) -> Channel:
         """See `Launcher.start`."""
-        parcel = _pack(spec)
+        parcel = self._registered, _pack(spec)
         if self._nursery is None or not self._nursery.alive:  # its workers went with it; the new one takes their place
             if self._nursery is not None:
                 release(self._nursery, 1.0)
@@ -204,14 +205,14 @@ class _ProcessChannel(Channel):
         self._trace.close()
 
 
-def _pack(spec: WorkerSpec) -> tuple[bytes, bytes]:
-    """Gymnasium's registrations and the spec, as bytes.
+def _pack(spec: WorkerSpec) -> bytes:
+    """The spec as bytes.
 
     Raises:
         TypeError: naming what cannot travel.
     """
     try:
-        return _pack_registrations(), dumps(spec)
+        return dumps(spec)
     except Exception as error:
         for name, part in (("env", spec.source), ("policy", spec.policy)):
             try:

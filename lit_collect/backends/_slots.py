@@ -4,7 +4,7 @@ A worker may be writing the batch after the one that is being read, so there are
 only when the slot of the last but one is free again; nothing needs to be locked.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,12 @@ class Place:
     """[n, T, ...] of the longest batch."""
     dtype: torch.dtype
 
+    def holds(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether a column is like this one, and not longer."""
+        copies, steps, *rest = shape
+        own_copies, own_steps, *own_rest = self.shape
+        return self.dtype == dtype and own_copies == copies and steps <= own_steps and own_rest == rest
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -52,14 +58,8 @@ class Layout:
 
     def holds(self, columns: Mapping[Key, Tensor]) -> bool:
         """Whether a batch has these columns and is not too long."""
-        if columns.keys() != self.places.keys():
-            return False
-        return all(
-            column.dtype == place.dtype
-            and column.shape[0] == place.shape[0]
-            and column.shape[1] <= place.shape[1]
-            and column.shape[2:] == place.shape[2:]
-            for column, place in zip(columns.values(), self.places.values(), strict=True)
+        return columns.keys() == self.places.keys() and all(
+            place.holds(columns[key].shape, columns[key].dtype) for key, place in self.places.items()
         )
 
     def views(self, block: SharedBlock, slot: int) -> dict[Key, Tensor]:
@@ -90,13 +90,7 @@ class SlotWriter:
     def empty(self, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A column of the next batch: in its slot, if it is known where (see `lit_collect.assembly.Storage`)."""
         place = None if self._layout is None else self._layout.places.get(key)
-        fits = place is not None and (
-            place.dtype == dtype
-            and place.shape[0] == shape[0]
-            and shape[1] <= place.shape[1]
-            and place.shape[2:] == shape[2:]
-        )
-        if not fits:
+        if place is None or not place.holds(shape, dtype):
             return PRIVATE.empty(key, shape, dtype)
         return self._views[self._slot][key][:, : shape[1]]
 

@@ -1,0 +1,192 @@
+"""What actor-critic algorithms share: networks made from spaces, annealing by frames, evaluation episodes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+import lightning as L
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.optim import Adam, Optimizer
+from typing_extensions import override
+
+from trainers.networks import ActorNetwork, CriticNetwork
+
+__all__ = ["MASK", "ActorCritic", "trajectory_ends"]
+
+MASK = ("collector", "mask")
+TRAJ_IDS = ("collector", "traj_ids")
+
+
+class ActorCritic(L.LightningModule):
+    """A policy and a critic of tanh layers, which are built once the spaces are known.
+
+    Subclasses save ``hidden``, ``observation_spec`` and ``action_spec`` as hyperparameters.
+    """
+
+    algorithm: ClassVar[str]
+    """Its name in messages."""
+
+    learning_rate: float
+    """Step size of Adam; a tuner may set it."""
+
+    observation_key: ClassVar[str] = "observation"
+    """Key of the batch that policy and critic read."""
+
+    policy: ActorNetwork
+    """Maps observations to the parameters of the action distribution; exists once the spaces are known."""
+
+    critic: CriticNetwork
+    """Maps observations to values; exists once the spaces are known."""
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning notes the hook that runs under this name, some forty times a step; the way of `nn.Module`, which
+        # looks for parameters and submodules first, would make that the dearest part of its bookkeeping.
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Build the networks from the data module's spaces, unless they exist.
+
+        Args:
+            stage: Given by Lightning, not used.
+
+        Raises:
+            ValueError: If a space is neither given nor known to the data module, or not supported.
+        """
+        if hasattr(self, "policy"):
+            return
+        specs = {}
+        for name in ("observation_spec", "action_spec"):
+            spec = self.hparams[name] or getattr(getattr(self.trainer, "datamodule", None), name, None)
+            if spec is None:
+                raise ValueError(
+                    f"{name} is unknown : expected it from {self.algorithm} or from the data module, got None from "
+                    f"both; pass {self.algorithm}({name}=...) or fit with a data module that has {name}"
+                )
+            specs[name] = spec
+        self.configure_spaces(**specs)
+
+    def configure_spaces(self, observation_spec: dict[str, Any], action_spec: dict[str, Any]) -> None:
+        """Build the networks for these spaces, unless they exist.
+
+        The data module calls this before any callback sets up: one that copies the module, as weight averaging does,
+        needs to find them.
+
+        Args:
+            observation_spec: Plain description of the observation space; one that was given to the module goes first.
+            action_spec: The same for the action space.
+
+        Raises:
+            ValueError: If a space is not supported.
+        """
+        if hasattr(self, "policy"):
+            return
+        specs = {
+            "observation_spec": self.hparams["observation_spec"] or observation_spec,
+            "action_spec": self.hparams["action_spec"] or action_spec,
+        }
+        self.hparams.update(specs)  # a checkpoint then rebuilds the same networks
+        self._build_networks(**specs)
+
+    def _build_networks(self, observation_spec: dict[str, Any], action_spec: dict[str, Any]) -> None:
+        hidden = self.hparams["hidden"]
+        self.policy = ActorNetwork(observation_spec, action_spec, hidden=hidden)
+        self.critic = CriticNetwork(observation_spec, hidden=hidden)
+
+    @override
+    def forward(self, observation: Tensor) -> dict[str, Tensor]:
+        """Give the parameters of the action distribution: see :class:`trainers.networks.ActorNetwork`.
+
+        Args:
+            observation: ``[N, ...]``.
+
+        Returns:
+            ``{"logits": [N, A]}`` or ``{"loc": [N, D], "scale": [N, D]}``.
+        """
+        return self.policy(observation)
+
+    @override
+    def validation_step(self, batch: TensorDict, batch_idx: int = 0) -> None:
+        """Do nothing: evaluation episodes are acted and measured by the data module.
+
+        Args:
+            batch: Evaluation episodes.
+            batch_idx: Given by Lightning, not used.
+        """
+
+    @override
+    def test_step(self, batch: TensorDict, batch_idx: int = 0) -> None:
+        """Do nothing, see :meth:`validation_step`.
+
+        Args:
+            batch: Evaluation episodes.
+            batch_idx: Given by Lightning, not used.
+        """
+
+    @override
+    def predict_step(self, batch: TensorDict, batch_idx: int = 0) -> dict[str, Tensor]:
+        """Measure the episodes of a padded batch.
+
+        Args:
+            batch: ``[B, T]`` episodes with ``("next", "reward")`` and, where padded, ``("collector", "mask")``.
+            batch_idx: Given by Lightning, not used.
+
+        Returns:
+            ``return``: ``[B]`` float64, undiscounted; ``length``: ``[B]`` int64, in frames. Both on the CPU.
+        """
+        reward = batch["next", "reward"].squeeze(-1).to("cpu", torch.float64)
+        mask = batch.get(MASK, None)
+        valid = torch.ones_like(reward, dtype=torch.bool) if mask is None else mask.cpu()
+        return {"return": reward.masked_fill(~valid, 0.0).sum(-1), "length": valid.sum(-1)}
+
+    def _adam(self, betas: tuple[float, float]) -> Adam:
+        """Adam over policy and critic."""
+        parameters = [*self.policy.parameters(), *self.critic.parameters()]
+        # On CPU the fused step is three times faster. Elsewhere torch chooses: a fused step would also unscale the
+        # gradients of half precision, that is, only after they were clipped.
+        return Adam(
+            parameters,
+            lr=self.learning_rate,
+            betas=betas,
+            eps=1e-5,
+            fused=True if self.device.type == "cpu" else None,
+        )
+
+    def _optimizer(self) -> Optimizer:
+        return cast(Optimizer, self.optimizers(use_pl_optimizer=False))
+
+    def _anneal_learning_rate(self, num_frames: int) -> float:
+        """Lower the learning rate with the data module's progress; returns the share of the first one that is left."""
+        # Progress counts the batch at hand. Without it, the last batch too is trained on with a rate above zero.
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        share = num_frames * self.trainer.world_size / data.total_frames if data.total_frames > 0 else 0.0
+        remaining: float = min(1.0, 1.0 - data.progress + share)
+        for group in self._optimizer().param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * remaining
+        return remaining
+
+    def _check_range(self, name: str, number: float | None, is_valid: bool, rule: str) -> None:
+        if not is_valid:
+            raise ValueError(
+                f"{name} is out of range : expected {rule}, got {number!r}; change {self.algorithm}({name}=...)"
+            )
+
+
+def trajectory_ends(batch: TensorDict) -> Tensor:
+    """Mark the rows ``[N, T]`` that the next row does not continue."""
+    ends = batch["next", "done"].squeeze(-1)
+    traj_ids, mask = batch.get(TRAJ_IDS, None), batch.get(MASK, None)
+    if traj_ids is None and mask is None:
+        return ends
+    ends = ends.clone()
+    if traj_ids is not None:
+        ends[..., :-1] |= traj_ids[..., 1:] != traj_ids[..., :-1]
+    if mask is not None:
+        ends[..., :-1] |= ~mask[..., 1:]
+    return ends
