@@ -7,9 +7,11 @@ file at the top of the repository. It runs in a folder of its own, with one torc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -156,6 +158,31 @@ class Hygiene:
         kept = lease(1)
         yield
         release(kept, 5.0)
+
+    @pytest.fixture
+    def start_script(self, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen]]:
+        """Starts scripts of a test, each in a session of its own; those that still run are killed afterwards."""
+        started: list[subprocess.Popen] = []
+
+        def start(text: str) -> subprocess.Popen:
+            script = tmp_path / "train.py"
+            script.write_text(text)
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, script],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, "PYTHONPATH": str(ROOT)},
+                    start_new_session=True,
+                )
+            )
+            return started[-1]
+
+        yield start
+        for process in started:
+            with process:
+                process.kill()
 
     @pytest.fixture(autouse=True)
     def own_folder(self, no_leaks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -452,7 +452,7 @@ def test_lease_when_the_nursery_has_died_gives_a_new_one() -> None:
 
 
 @pytest.fixture
-def run_trainer(tmp_path: Path, workers: Path) -> Iterator[Callable[[str], subprocess.Popen]]:
+def run_trainer(start_script: Callable[[str], subprocess.Popen], workers: Path) -> Callable[[str], subprocess.Popen]:
     """Runs a script, which begins with the imports and has no guard, in a session of its own."""
     begin = """
         import json, os, signal, sys, time
@@ -466,28 +466,7 @@ def run_trainer(tmp_path: Path, workers: Path) -> Iterator[Callable[[str], subpr
             return nursery.start(f"nursery_workers:{function}", theirs, method="forkserver", timeout_s=60), wire
         nursery = Nursery(num_threads=1)
     """.replace("WORKERS", repr(str(workers)))
-    started: list[subprocess.Popen] = []
-
-    def run(text: str) -> subprocess.Popen:
-        script = tmp_path / "train.py"
-        script.write_text(textwrap.dedent(begin) + textwrap.dedent(text))
-        root = Path(__file__).resolve().parents[2]
-        started.append(
-            subprocess.Popen(
-                [sys.executable, script],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(root)},
-                start_new_session=True,
-            )
-        )
-        return started[-1]
-
-    yield run
-    for process in started:
-        with process:
-            process.kill()
+    return lambda text: start_script(textwrap.dedent(begin) + textwrap.dedent(text))
 
 
 @pytest.mark.slow

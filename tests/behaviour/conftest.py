@@ -6,10 +6,9 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from torch import Tensor, nn
 
 from lit_collect.testing import BoringRLModule, CountingEnv
+from tests.behaviour.streams import Telling
 
 
 class Census:
@@ -28,23 +27,11 @@ class Census:
         return sum(env.closes == 0 for env in self.made)
 
 
-class TellingPolicy(nn.Module):
-    """Puts its own weight next to each action, so that every row shows which weights acted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: Tensor) -> dict[str, Tensor]:
-        rows = len(observation)
-        return {"action": torch.zeros(rows, dtype=torch.int64), "weight": self.weight.expand(rows, 1)}
-
-
 class Learner(BoringRLModule):
     """Lowers its weight by 1 in each optimizer step."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(TellingPolicy(), **options)
+        super().__init__(Telling(), **options)
 
 
 class EvaluatedLearner(Learner):

@@ -4,11 +4,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,29 +39,9 @@ BEGIN = """
 
 
 @pytest.fixture
-def run_script(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen]]:
+def run_script(start_script: Callable[[str], subprocess.Popen]) -> Callable[[str], subprocess.Popen]:
     """Runs a script, which has no guard, in a session of its own."""
-    started: list[subprocess.Popen] = []
-
-    def run(text: str) -> subprocess.Popen:
-        script = tmp_path / "train.py"
-        script.write_text(textwrap.dedent(BEGIN) + textwrap.dedent(text))
-        started.append(
-            subprocess.Popen(
-                [sys.executable, script],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-                start_new_session=True,
-            )
-        )
-        return started[-1]
-
-    yield run
-    for process in started:
-        with process:
-            process.kill()
+    return lambda text: start_script(textwrap.dedent(BEGIN) + textwrap.dedent(text))
 
 
 def said(script: subprocess.Popen, lines: int) -> list[dict[str, Any]]:
