@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lit_collect.columns import Columns
 from lit_collect.envs.base import Final
-from lit_collect.envs.spaces import LeafSpec, TreeSpec
+from lit_collect.envs.spaces import LeafSpec
 from lit_collect.errors import FrameContractError
-from lit_collect.frames import Key, is_private, put_at
+from lit_collect.frames import SUCCESSORS, Key, is_private, put_at
+from lit_collect.successors import SuccessorTable
 
 
 class Episodes:
@@ -98,16 +99,30 @@ class Assembly:
     Args:
         steps: T.
         num_envs: N.
-        observation_spec: of one env copy.
+        leaves: what comes with every step of one env copy.
+        observed: how many of them, from the first on, are the observation.
         storage: where the large columns lie.
+        compact: whether the successors of the observation are left out (see `lit_collect.successors`).
     """
 
-    def __init__(self, steps: int, num_envs: int, *, observation_spec: TreeSpec, storage: Storage = PRIVATE) -> None:
+    def __init__(
+        self,
+        steps: int,
+        num_envs: int,
+        *,
+        leaves: Sequence[LeafSpec],
+        observed: int,
+        storage: Storage = PRIVATE,
+        compact: bool = False,
+    ) -> None:
         self._shape = (num_envs, steps)
-        self._leaves = observation_spec.leaves
+        self._leaves = leaves
+        self._observed = observed
+        self._compact = observed if compact else 0  # so many leaves have no column of successors
         self._storage = storage
-        self._seen = [self._column(leaf.key, leaf) for leaf in self._leaves]
-        self._successors = [self._column(("next", *leaf.key), leaf) for leaf in self._leaves]
+        self._seen = [self._column(leaf.key, leaf) for leaf in leaves]
+        self._successors = [self._column(("next", *leaf.key), leaf) for leaf in leaves[self._compact :]]
+        self._edge: list[Tensor] = []  # what follows the last step
         self.outputs: dict[Key, Tensor] = {}
         """[N, T, ...] by key: what the policy gave."""
         self.reward = np.zeros((steps, num_envs), np.float32)
@@ -131,14 +146,17 @@ class Assembly:
         count = stop - start
         for position, column in enumerate(columns.observations):
             self._seen[position][:, start:stop].copy_(column[:count].transpose(0, 1))
-            self._successors[position][:, start:stop].copy_(column[1 : count + 1].transpose(0, 1))
+            if position >= self._compact:
+                successors = self._successors[position - self._compact]
+                successors[:, start:stop].copy_(column[1 : count + 1].transpose(0, 1))
+        self._edge = [column[count].clone() for column in columns.observations[: self._compact]]
         for key in keys:
             self._output(key, columns)[:, start:stop].copy_(columns.outputs[key][:count].transpose(0, 1))
         for name in ("reward", "terminated", "truncated", "valid"):
             getattr(self, name)[start:stop] = getattr(columns, name)[:count]
         for step, final in finals:
             self._finals.append((start + step, final))
-            for successors, leaf in zip(self._successors, final.obs, strict=True):
+            for successors, leaf in zip(self._successors, final.obs[self._compact :], strict=True):
                 successors.numpy()[final.row, start + step] = leaf
 
     def cut(self, steps: int) -> None:
@@ -172,9 +190,11 @@ class Assembly:
         done = self.terminated | self.truncated
         root: dict[str, Any] = {}
         successors: dict[str, Any] = {}
-        for leaf, seen, following in zip(self._leaves, self._seen, self._successors, strict=True):
+        for leaf, seen in zip(self._leaves, self._seen, strict=True):
             if not is_private(leaf.key):
                 put_at(root, leaf.key, seen)
+        for leaf, following in zip(self._leaves[self._compact :], self._successors, strict=True):
+            if not is_private(leaf.key):
                 put_at(successors, leaf.key, following)
         for key, value in {**self.outputs, **completed}.items():
             if not is_private(key):
@@ -188,6 +208,8 @@ class Assembly:
             successors["terminated"], successors["truncated"] = _flag(self.terminated), _flag(self.truncated)
             root["next"] = successors
             root["collector"] = self._labels(episodes.advance(done, self.valid), versions, mask)
+            if self._compact:
+                put_at(root, SUCCESSORS, self._table().entry())
             return TensorDict(root, batch_size=self._shape, names=[None, "time"])  # type: ignore[list-item]
 
     def check_finite(self) -> None:
@@ -197,12 +219,42 @@ class Assembly:
             FrameContractError: naming the step and the env copy.
         """
         named = [("reward", self.reward.T)]
-        for name, columns in (("observation", self._seen), ("next observation", self._successors)):
+        seen, following = self._seen[: self._observed], self._successors[: self._observed - self._compact]
+        for name, columns in (("observation", seen), ("next observation", following)):
             named += [(name, column.numpy()) for column in columns if column.is_floating_point()]
+        if self._compact:
+            self._check_finite_table()
         for name, values in named:
             if not np.isfinite(values).all():
                 copy, step = np.argwhere(~np.isfinite(values))[0][:2].tolist()
                 raise FrameContractError(f"{name} of env copy {copy} is not finite at step {step} of the batch")
+
+    def _table(self) -> SuccessorTable:
+        """The successors that no row repeats: those of rows that ended, then those of the last step."""
+        num_envs, last = self._shape[0], self._shape[1] - 1
+        finals = [(step, final) for step, final in self._finals if step <= last]
+        ended_last = {final.row for step, final in finals if step == last}
+        others = [row for row in range(num_envs) if row not in ended_last]
+        values = {}
+        for position, leaf in enumerate(self._leaves[: self._compact]):
+            ends = [torch.from_numpy(np.asarray(final.obs[position])) for _, final in finals]
+            values[leaf.key] = torch.stack([*ends, *self._edge[position][others].unbind()])
+        return SuccessorTable(
+            shape=self._shape,
+            copies=torch.tensor([*(final.row for _, final in finals), *others], dtype=torch.int64),
+            steps=torch.tensor([*(step for step, _ in finals), *(last for _ in others)], dtype=torch.int64),
+            values={key: value for key, value in values.items() if not is_private(key)},
+        )
+
+    def _check_finite_table(self) -> None:
+        table = self._table()
+        for values in table.values.values():
+            wrong = ~values.isfinite().reshape(len(values), -1).all(-1)
+            if bool(wrong.any()):
+                copy, step = int(table.copies[wrong][0]), int(table.steps[wrong][0])
+                raise FrameContractError(
+                    f"next observation of env copy {copy} is not finite at step {step} of the batch"
+                )
 
     def _output(self, key: Key, columns: Columns) -> Tensor:
         if key not in self.outputs:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lit_collect.envs.base import Leaves, StepViews
-from lit_collect.envs.spaces import LeafSpec, TreeSpec
+from lit_collect.envs.spaces import LeafSpec, TreeSpec, empty_leaves
 from lit_collect.errors import FrameContractError
 from lit_collect.frames import Key
 
@@ -24,16 +24,26 @@ class Columns:
     Args:
         steps: W.
         num_envs: N.
-        observation_spec: of one env copy.
+        leaves: what comes with every step of one env copy.
         action_spec: of one env copy.
+        pinned: whether observations lie where CUDA can fetch them by itself.
     """
 
-    def __init__(self, steps: int, num_envs: int, *, observation_spec: TreeSpec, action_spec: TreeSpec) -> None:
+    def __init__(
+        self,
+        steps: int,
+        num_envs: int,
+        *,
+        leaves: Sequence[LeafSpec],
+        action_spec: TreeSpec,
+        pinned: bool = False,
+    ) -> None:
         self.steps = steps
         self._shape = (steps, num_envs)
         self._action_leaves = action_spec.leaves
-        self._arrays = observation_spec.empty((steps + 1, num_envs))
-        self.observations = tuple(torch.from_numpy(array) for array in self._arrays)  # [W + 1, N, ...]
+        observations = [torch.from_numpy(array) for array in empty_leaves(leaves, (steps + 1, num_envs))]
+        self.observations = tuple(seen.pin_memory() if pinned else seen for seen in observations)  # [W + 1, N, ...]
+        self._arrays = tuple(seen.numpy() for seen in self.observations)
         self.reward = np.zeros(self._shape, np.float32)
         self.terminated = np.zeros(self._shape, bool)
         self.truncated = np.zeros(self._shape, bool)

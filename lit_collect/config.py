@@ -6,6 +6,8 @@ They have no ``slots``: LightningCLI cannot parse a dataclass with slots.
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 Exploration = Literal["random", "mode", "mean", "deterministic"]
 _EXPLORATIONS = ("random", "mode", "mean", "deterministic")
 
@@ -33,15 +35,22 @@ class RolloutConfig:
     set_truncated: bool = False
     """Mark the last step of every batch truncated, and go on under a new trajectory id."""
     compact_obs: bool = False
-    """Leave out the successor observations that the following row repeats."""
+    """Leave out the successor observations that the following row repeats (see `restore_successors`)."""
     clip_actions: bool = True
     """Clip Box actions to their bounds on the way to the env; the batch keeps the raw sample."""
     keep_float64: bool = False
     """Store float64 observations as they are instead of as float32."""
     info_keys: tuple[str, ...] = ()
-    """Values of the env's info that are stored with every row."""
+    """Values of the env's info that are stored with every observation: ``"name"`` (a float32 number),
+    ``"name:dtype"`` or ``"name:dtype[3]"``, dots leading into nested mappings; ``"name:str[32]"`` for a text of up to
+    32 characters, as code points (see `decode_texts`). ``("reported", name)`` says where the env gave none and NaN or
+    0 stands instead. ``"name:str"`` is a text in the observation, which is otherwise left out."""
     check_finite: bool = False
     """Raise when an observation or a reward is NaN or infinite."""
+    compile_policy: bool = False
+    """Act with a `torch.compile`d copy of the policy's call; pays off for large networks, hardly ever on the CPU."""
+    verify_envs: bool = False
+    """Check during the first episodes of every env copy that it keeps the contract (see `lit_collect.envs.verify`)."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without an env.
@@ -53,9 +62,10 @@ class RolloutConfig:
             _at_least("rollout.max_frames_per_traj", self.max_frames_per_traj, 1, or_none=True)
         _at_least("rollout.init_random_frames", self.init_random_frames, 0)
         _one_of("rollout.exploration", self.exploration, _EXPLORATIONS)
-        for name in ("compact_obs", "info_keys"):
-            if getattr(self, name):
-                raise ValueError(f"rollout.{name} is not available in this version; leave it at its default")
+        given: object = self.info_keys  # YAML and saved hyperparameters give lists
+        if not isinstance(given, (tuple, list)):
+            raise TypeError(f"rollout.info_keys must be a sequence of names, got {given!r}; use a tuple")
+        object.__setattr__(self, "info_keys", tuple(given))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,29 +136,37 @@ class UpdateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
-    """Where the policy acts and where batches are kept (None: where the policy is; the CPU).
+    """Where things live, as names of torch devices (``"cpu"``, ``"cuda:1"``).
 
-    Only the policy's own device and the CPU are supported in this version.
+    Example:
+        >>> DeviceConfig(policy="gpu")
+        Traceback (most recent call last):
+        ...
+        ValueError: devices.policy must name a torch device or be None, got 'gpu'; use 'cpu' or 'cuda:0'
     """
 
     policy: str | None = None
-    """Device the policy acts on."""
+    """Where the policy acts. On the direct backend None means the policy itself, where it is, and another device a
+    copy there, to which weights are published; in other processes None means the CPU."""
     env: str | None = None
-    """Device of the env's tensors."""
+    """Where a batched env of torch tensors takes its actions (None: where the env says it is)."""
     storage: str | None = None
-    """Device of the batches."""
+    """Where batches are handed out (None: the CPU)."""
 
     def __post_init__(self) -> None:
-        """Refuse what is not there yet.
+        """Check the names; whether there is such a device is seen where it is used.
 
         Raises:
-            ValueError: if a device other than the CPU is asked for.
+            ValueError: naming the setting and the value.
         """
         for name in ("policy", "env", "storage"):
-            if getattr(self, name) not in (None, "cpu"):
+            value = getattr(self, name)
+            try:
+                torch.device(value or "cpu")
+            except (RuntimeError, TypeError) as error:
                 raise ValueError(
-                    f"devices.{name}={getattr(self, name)!r} is not available in this version: expected None or 'cpu'"
-                )
+                    f"devices.{name} must name a torch device or be None, got {value!r}; use 'cpu' or 'cuda:0'"
+                ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,13 @@ NEXT_TERMINATED: Key = ("next", "terminated")  # [N, T, 1] bool, the value of th
 NEXT_TRUNCATED: Key = ("next", "truncated")  # [N, T, 1] bool, cut from outside: bootstrap from the successor
 TRAJ_IDS: Key = ("collector", "traj_ids")  # [N, T] int64, k-th trajectory of global env g: k * G + g; -1: no transition
 POLICY_VERSION: Key = ("collector", "policy_version")  # [N, T] int64, version of the weights that acted; -1: at random
+ACTION_MASK: Key = ("action_mask",)  # [N, T, A] bool, actions that are allowed, where the env says so in its info
 MASK: Key = ("collector", "mask")  # [N, T] bool, only where rows may be padding or no transition
+
+SUCCESSORS: Key = ("collector", "successors")  # only in compact batches, see `lit_collect.successors`
+
+REPORTED = "reported"
+"""Under this name, and under ``("next", ...)``, stands which `RolloutConfig.info_keys` the env reported: bool."""
 
 NO_TRAJECTORY = -1
 """The id of rows that are padding or no transition."""
@@ -67,8 +73,8 @@ def valid_rows(batch: TensorDictBase) -> torch.Tensor | None:
 
 
 def columns_of(batch: TensorDictBase) -> dict[Key, torch.Tensor]:
-    """All leaves of a batch by key, not copied."""
-    return {as_key(key): column for key, column in batch.items(True, True)}  # type: ignore[misc]  # leaves only
+    """All tensors of a batch by key, not copied."""
+    return {as_key(key): column for key, column in batch.items(True, True) if isinstance(column, torch.Tensor)}
 
 
 def put_at(tree: dict[str, Any], key: Key, value: Any) -> None:
@@ -107,7 +113,8 @@ def check_batch(batch: TensorDictBase) -> None:
     observation is the successor of the row before it unless an episode ended there.
 
     Args:
-        batch: [N, T] or [T], as a collector yields it.
+        batch: [N, T] or [T], as a collector yields it; of a compact one `restore_successors` gives what is checked
+            in full.
 
     Raises:
         FrameContractError: naming the key, what was expected and what was got.
@@ -126,7 +133,8 @@ def check_batch(batch: TensorDictBase) -> None:
     if not torch.equal(batch[NEXT_DONE], batch[NEXT_TERMINATED] | batch[NEXT_TRUNCATED]):
         raise FrameContractError(f"{NEXT_DONE} must be terminated or truncated in every row")
     _check_episodes(batch)
-    _check_successors(batch)
+    if batch.get(SUCCESSORS, None) is None:
+        _check_successors(batch)
 
 
 def _required(batch: TensorDictBase, key: Key) -> torch.Tensor:
@@ -198,4 +206,6 @@ def flatten_rows(batch: TensorDictBase) -> TensorDictBase:
         torch.Size([6])
     """
     mask = valid_rows(batch)
+    if batch.get(SUCCESSORS, None) is not None:
+        batch = batch.exclude(SUCCESSORS)  # it speaks of rows in their places
     return batch.reshape(-1) if mask is None else batch[mask]

@@ -17,6 +17,7 @@ from lit_collect.frames import (
     MASK,
     NEXT_DONE,
     NO_TRAJECTORY,
+    SUCCESSORS,
     TRAJ_IDS,
     Key,
     columns_of,
@@ -27,9 +28,11 @@ from lit_collect.frames import (
 from lit_collect.gaps import Gaps
 from lit_collect.members import Member
 from lit_collect.messages import Collect, Collected, Failed
+from lit_collect.successors import SuccessorTable, table_of
 from lit_collect.supervisor import WorkerGroup
 
-Columns = Mapping[Key, Tensor]
+Columns = Mapping[Key, Any]
+"""The tensors of a batch [n, T, ...] by key, and perhaps a `SuccessorTable`."""
 
 
 class Gatherer(ABC):
@@ -324,6 +327,7 @@ def join(parts: Sequence[TensorDict | Columns], *, masked: bool) -> TensorDict:
     if len(parts) == 1 and isinstance(first, TensorDict):
         return first
     columns = [_columns(part) for part in parts]
+    tables = [part.pop(SUCCESSORS) for part in columns if SUCCESSORS in part]
     lengths = [part[TRAJ_IDS].shape[1] for part in columns]
     for part in columns:
         if part.keys() != columns[0].keys():
@@ -341,11 +345,16 @@ def join(parts: Sequence[TensorDict | Columns], *, masked: bool) -> TensorDict:
     if masked and MASK not in columns[0]:
         present = [torch.ones(part[TRAJ_IDS].shape, dtype=torch.bool) for part in columns]
         put_at(root, MASK, _padded(present, steps, 0))
+    if tables:
+        put_at(root, SUCCESSORS, SuccessorTable.joined(tables).entry())
     return TensorDict(root, batch_size=(count, steps), names=[None, "time"])  # type: ignore[list-item]
 
 
-def _columns(part: TensorDict | Columns) -> Columns:
-    return columns_of(part) if isinstance(part, TensorDict) else part
+def _columns(part: TensorDict | Columns) -> dict[Key, Any]:
+    if not isinstance(part, TensorDict):
+        return dict(part)
+    table = table_of(part)
+    return {**columns_of(part), **({} if table is None else {SUCCESSORS: table})}
 
 
 def _padded(parts: Sequence[Tensor], steps: int, fill: int) -> Tensor:

@@ -11,8 +11,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lit_collect.assembly import PRIVATE, Assembly, Episodes, Storage
+from lit_collect.blank import blank_batch
 from lit_collect.columns import Columns, store
 from lit_collect.config import RolloutConfig
+from lit_collect.devices import on_cuda
 from lit_collect.envs.base import BatchedEnv, Final
 from lit_collect.envs.spaces import ActionEncoder
 from lit_collect.errors import CollectorClosedError, FrameContractError, LitCollectError
@@ -115,11 +117,11 @@ class RolloutRunner:
         if self._closed:
             raise CollectorClosedError("the collector is closed; build a new one")
         random_steps = min(self.warm_up_steps, steps)
-        assembly = Assembly(steps, self.env.num_envs, observation_spec=self.env.observation_spec, storage=storage)
         try:
             with self._stream.active(), _torch_threads(self._threads):
                 if not self._ready or self._config.reset_at_each_iter:
                     self._reset(steps)
+                assembly = self._assembly(steps, storage)
                 made = self._roll(assembly, steps, random_steps, interrupted)
             if made < steps:
                 assembly.cut(made)
@@ -132,6 +134,17 @@ class RolloutRunner:
             raise
         self.warm_up_steps -= random_steps
         return batch
+
+    def fake(self, steps: int) -> TensorDict:
+        """A batch [N, T] of zeros, with the keys, shapes and dtypes of a real one. Steps no env and counts nothing.
+
+        Args:
+            steps: T.
+        """
+        if self._columns is None:
+            self.actor.see(self.env.leaves)
+        with RandomStream(self._stream.seed).active(), _torch_threads(self._threads), self.actor.acting():
+            return blank_batch(self.env, self.actor, steps, assembly=lambda count: self._assembly(count, PRIVATE))
 
     def reset(self, index: int | None = None) -> None:
         """Begin new episodes before the next batch, in all copies or in one; open trajectories end where they are."""
@@ -148,6 +161,7 @@ class RolloutRunner:
             raise
         self._columns.begin(seen, mask)
         self._episodes.leave(mask)
+        self.actor.restart(np.flatnonzero(mask))
 
     def reseed(self, seeds: Sequence[int], stream: RandomStream) -> None:
         """Begin new episodes under new seeds before the next batch."""
@@ -177,12 +191,22 @@ class RolloutRunner:
                 self._columns = Columns(
                     min(steps, _WINDOW),
                     self.env.num_envs,
-                    observation_spec=self.env.observation_spec,
+                    leaves=self.env.leaves,
                     action_spec=self.env.action_spec,
+                    pinned=on_cuda(self.actor.module),
                 )
+            for actor in (self.actor, self._warm_up):
+                actor.see(self.env.leaves)
+        self.actor.restart(np.arange(self.env.num_envs))
         self._columns.turn(0)
         self._columns.begin(seen)
         self._ready = True
+
+    def _assembly(self, steps: int, storage: Storage) -> Assembly:
+        observed, compact = len(self.env.observation_spec.leaves), self._config.compact_obs
+        return Assembly(
+            steps, self.env.num_envs, leaves=self.env.leaves, observed=observed, storage=storage, compact=compact
+        )
 
     def _abandon(self) -> None:
         """Leave all running trajectories; the next batch begins new episodes."""
@@ -220,6 +244,7 @@ class RolloutRunner:
         """Fill the first steps of the window and say how many; this is the hot loop."""
         clock, encode, step_into = self._clock, self._encode, self.env.step_into
         inputs, slots = columns.inputs, columns.slots
+        recurrent = self.actor if self.actor.recurrent else None
         actions, targets = columns.actions, columns.known_targets(actor.keys)
         sizes = [target.numel() for target in targets[0]] if targets else []
         finals: list[tuple[int, Final]] = []
@@ -228,6 +253,8 @@ class RolloutRunner:
         then = clock()
         try:
             for t in range(steps):
+                if recurrent is not None and actor is not recurrent:
+                    recurrent.follow(inputs[t])
                 values = actor(inputs[t])
                 if targets is None:
                     targets, actions = columns.targets(actor.keys, values), columns.actions
@@ -241,6 +268,8 @@ class RolloutRunner:
                 stepped += 1
                 if ended:
                     finals += [(t, final) for final in ended]
+                if recurrent is not None:
+                    recurrent.restart(_beginning(ended, slots[t].valid))
                 if interrupted is not None and interrupted():
                     break
         finally:  # frames that an error takes away were stepped all the same; rows spent on resetting are no frames
@@ -252,7 +281,7 @@ class RolloutRunner:
     def _learn_outputs(self, columns: Columns) -> None:
         """See before the first random step what the policy gives, so that all rows have it; moves no random numbers."""
         with RandomStream(self._stream.seed).active():
-            values = self.actor(columns.inputs[0])
+            values = self.actor.preview(columns.inputs[0])
         columns.targets(self.actor.keys, values)
 
     def _finish(self, assembly: Assembly, version: int, random_steps: int) -> TensorDict:
@@ -268,6 +297,11 @@ class RolloutRunner:
                 completed = {key: _after_zeros(value, random_steps) for key, value in completed.items()}
         mask = assembly.valid.copy() if self.env.may_mask else None
         return assembly.finish(self._episodes, versions=versions, completed=completed, mask=mask)
+
+
+def _beginning(ended: Sequence[Final], valid: np.ndarray) -> np.ndarray:
+    """Env copies whose next row begins an episode: those that ended and were reset, or spent this step on resetting."""
+    return np.array([*(final.row for final in ended), *np.flatnonzero(~valid)], np.int64)
 
 
 @contextmanager

@@ -6,14 +6,16 @@ only when the slot of the last but one is free again; nothing needs to be locked
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from lit_collect.assembly import PRIVATE
-from lit_collect.frames import Key, columns_of
+from lit_collect.frames import SUCCESSORS, Key, columns_of
 from lit_collect.shared import SharedBlock
+from lit_collect.successors import SuccessorTable, table_of
 
 SLOTS = 2
 _ALIGNMENT = 64
@@ -76,6 +78,8 @@ class InSlot:
     steps: int
     memory: tuple[SharedBlock, Layout] | None = field(default=None)
     """The first time, and whenever a batch needed another layout."""
+    successors: SuccessorTable | None = field(default=None)
+    """Of a compact batch: so few that they travel in the message."""
 
 
 class SlotWriter:
@@ -111,7 +115,7 @@ class SlotWriter:
             if column.data_ptr() != target.data_ptr():
                 target.copy_(column)
         self._slot = (slot + 1) % SLOTS
-        return InSlot(slot=slot, steps=steps, memory=memory)
+        return InSlot(slot=slot, steps=steps, memory=memory, successors=table_of(batch))
 
     def _make_room(self, columns: Mapping[Key, Tensor], steps: int) -> tuple[SharedBlock, Layout]:
         if self._block is not None:
@@ -130,17 +134,21 @@ class SlotReader:
         self._views: list[dict[Key, Tensor]] = []
         self._steps = 0  # of the longest batch
 
-    def take(self, batch: InSlot) -> dict[Key, Tensor]:
-        """The columns of a batch, [n, T, ...] in shared memory; valid until two more are asked for."""
+    def take(self, batch: InSlot) -> dict[Key, Any]:
+        """The columns of a batch, [n, T, ...] in shared memory; valid until two more are asked for.
+
+        Args:
+            batch: what stands for it; the table of a compact one is put beside the columns.
+        """
         if batch.memory is not None:
             self.close()
             self._block, layout = batch.memory
             self._views = [layout.views(self._block, slot) for slot in range(SLOTS)]
             self._steps = layout.steps
         views = self._views[batch.slot]
-        if batch.steps == self._steps:
-            return views
-        return {key: view[:, : batch.steps] for key, view in views.items()}
+        if batch.steps < self._steps:
+            views = {key: view[:, : batch.steps] for key, view in views.items()}
+        return views if batch.successors is None else {**views, SUCCESSORS: batch.successors}
 
     def close(self) -> None:
         """Let the memory go; views that were given out keep it."""

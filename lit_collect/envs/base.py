@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lit_collect.envs.spaces import TreeSpec
+from lit_collect.envs.spaces import LeafSpec, TreeSpec, empty_leaves
 from lit_collect.errors import WorkerFailedError, text_of
 
 Leaves = tuple[np.ndarray, ...]
-"""The arrays of one observation or action, one for each leaf of its space, in the order of `TreeSpec.leaves`."""
+"""Arrays of a step: of an action, one for each leaf of its space; of what is seen, one for each `BatchedEnv.leaves`."""
 
 
 class StepViews(NamedTuple):
@@ -81,8 +81,15 @@ class BatchedEnv(ABC):
     """What one copy takes."""
     first: int = 0
     """Index of the first copy among those of its rank, for messages."""
+    info_leaves: tuple[LeafSpec, ...] = ()
+    """Values of its info that come with an observation; known after the first reset."""
     may_mask: bool = False
     """Whether a step can be spent on resetting, so that rows may be no transitions."""
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        """What comes with every step: the leaves of the observation, then those of the info."""
+        return self.observation_spec.leaves + self.info_leaves
 
     @abstractmethod
     def reset(self, seeds: Sequence[int | None] | None = None, mask: np.ndarray | None = None) -> Leaves:
@@ -115,7 +122,7 @@ class BatchedEnv(ABC):
     def step(self, action: Leaves) -> StepOut:
         """Step all copies into fresh arrays: the readable form of `step_into`."""
         n = self.num_envs
-        obs = self.observation_spec.empty((n,))
+        obs = empty_leaves(self.leaves, (n,))
         flags = np.zeros((2, n), bool)
         views = StepViews(obs, np.zeros(n, np.float32), flags[0], flags[1], np.ones(n, bool))
         next_obs = None

@@ -10,7 +10,8 @@ import gymnasium
 import numpy as np
 
 from lit_collect.envs.base import BatchedEnv, Final, Leaves, StepViews, brief, env_failed
-from lit_collect.envs.spaces import TreeSpec
+from lit_collect.envs.infos import InfoReader, observed_texts
+from lit_collect.envs.spaces import LeafSpec, TreeSpec, empty_leaves
 from lit_collect.errors import FrameContractError, LitCollectError, WorkerFailedError
 
 
@@ -21,6 +22,7 @@ class DirectEnv(BatchedEnv):
         envs: the copies; they must share their spaces.
         keep_float64: store float64 observations as they are instead of as float32.
         max_frames_per_traj: cut episodes after that many frames (truncated, not terminated).
+        info_keys: declared values of the copies' infos (see `InfoReader`).
         owned: whether `close` closes the copies.
         first: index of the first copy among those of its rank, for messages.
 
@@ -35,32 +37,45 @@ class DirectEnv(BatchedEnv):
         *,
         keep_float64: bool = False,
         max_frames_per_traj: int | None = None,
+        info_keys: Sequence[str] = (),
         owned: bool = True,
         first: int = 0,
     ) -> None:
         self.envs = tuple(envs)
         self.first = first
         self.num_envs = len(self.envs)
-        self.observation_spec = TreeSpec.of(self.envs[0].observation_space, "observation", keep_float64=keep_float64)
+        space = self.envs[0].observation_space
+        texts = observed_texts(info_keys)
+        self.observation_spec = TreeSpec.of(space, "observation", keep_float64=keep_float64, text_keys=texts)
         self.action_spec = TreeSpec.of(self.envs[0].action_space, "action")
+        self._infos = InfoReader(info_keys, observation_spec=self.observation_spec, action_spec=self.action_spec)
         self._check_spaces()
         self._plain_action = self.action_spec.is_plain
         self._plain_observation = self.observation_spec.is_plain and self.observation_spec.leaves[0].shape != ()
         self._steps = [env.step for env in self.envs]
         self._limit = max_frames_per_traj
         self._ages = [0] * self.num_envs  # frames of the running episodes; counted only under a limit
-        self._seen = self.observation_spec.empty((self.num_envs,))  # what reset() saw last, for partial resets
+        self._seen: Leaves | None = None  # what the policy saw last, for partial resets
         self._owned = owned
         self._closed = False
 
+    @property
+    def info_leaves(self) -> tuple[LeafSpec, ...]:  # type: ignore[override]  # a constant where infos are not read
+        """Values of the infos; an action mask among them is found by the first reset."""
+        return self._infos.leaves
+
     def reset(self, seeds: Sequence[int | None] | None = None, mask: np.ndarray | None = None) -> Leaves:
         """Reset all copies, or those of the mask (see `BatchedEnv.reset`)."""
-        seen = tuple(leaf.copy() for leaf in self._seen)
+        seen = None if self._seen is None else tuple(leaf.copy() for leaf in self._seen)
         for index in range(self.num_envs):
             if mask is None or mask[index]:
                 leaves = self._reset_one(index, None if seeds is None else seeds[index])
+                if seen is None:
+                    seen = empty_leaves(self.leaves, (self.num_envs,))
                 for target, leaf in zip(seen, leaves, strict=True):
                     target[index] = leaf
+        if seen is None:
+            raise ValueError("a mask that chooses no copy cannot be the first reset; reset all of them first")
         self._seen = tuple(leaf.copy() for leaf in seen)
         return seen
 
@@ -68,7 +83,8 @@ class DirectEnv(BatchedEnv):
         """Step all copies (see `BatchedEnv.step_into`)."""
         self._seen = views.obs
         actions = list(action[0]) if self._plain_action else self._split(action)
-        return self._step_plain(actions, views) if self._plain_observation else self._step_tree(actions, views)
+        plain = self._plain_observation and not self._infos.leaves
+        return self._step_plain(actions, views) if plain else self._step_tree(actions, views)
 
     def close(self) -> None:
         """Close every copy, whatever the others do; the first error is raised at the end."""
@@ -111,13 +127,13 @@ class DirectEnv(BatchedEnv):
         return finals
 
     def _step_tree(self, actions: list[Any], views: StepViews) -> list[Final]:
-        """Observations of several arrays, and scalars."""
+        """Observations of several arrays, scalars, and values of infos."""
         finals = []
         index = 0
         try:
             for index, step in enumerate(self._steps):
-                obs, reward, terminated, truncated, _ = step(actions[index])
-                leaves = self._admit(obs)
+                obs, reward, terminated, truncated, info = step(actions[index])
+                leaves = self._admit(obs, info)
                 if reward is None:
                     raise FrameContractError("reward is None : expected a number")
                 views.reward[index] = reward
@@ -126,9 +142,7 @@ class DirectEnv(BatchedEnv):
                 if terminated or truncated:
                     views.terminated[index] = terminated
                     views.truncated[index] = truncated
-                    copies = tuple(
-                        np.array(v, s.stored) for v, s in zip(leaves, self.observation_spec.leaves, strict=True)
-                    )
+                    copies = tuple(np.array(v, s.stored) for v, s in zip(leaves, self.leaves, strict=True))
                     finals.append(Final(index, copies))
                     leaves = self._reset_one(index, None)
                 for target, leaf in zip(views.obs, leaves, strict=True):
@@ -143,13 +157,15 @@ class DirectEnv(BatchedEnv):
             answer = self.envs[index].reset(seed=seed)
             if not (isinstance(answer, tuple) and len(answer) == 2):
                 raise FrameContractError(f"expected (observation, info), got {brief(answer)}")
-            return self._admit(answer[0])
+            self._infos.discover(answer[1])
+            return self._admit(*answer)
         except Exception as error:
             raise self._explain(index, "reset", error) from error
 
-    def _admit(self, obs: Any) -> Leaves:
+    def _admit(self, obs: Any, info: Any) -> Leaves:
         spec = self.observation_spec
-        return tuple([leaf.admit(value) for leaf, value in zip(spec.leaves, spec.flatten(obs), strict=True)])
+        leaves = [leaf.admit(value) for leaf, value in zip(spec.leaves, spec.flatten(obs), strict=True)]
+        return (*leaves, *self._infos.read(info)) if self._infos.leaves else tuple(leaves)
 
     def _age(self, index: int, truncated: Any) -> Any:
         self._ages[index] += 1

@@ -6,7 +6,6 @@ An `EnvSource` travels to another process by cloudpickle, and `registrations` sa
 import contextlib
 import dataclasses
 import functools
-import importlib
 import linecache
 import re
 import sys
@@ -16,13 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
-from gymnasium.vector import VectorEnv
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from lit_collect.config import RolloutConfig
 from lit_collect.envs.base import BatchedEnv, EnvFactory, env_failed
 from lit_collect.envs.direct import DirectEnv
+from lit_collect.envs.names import ACCEPTED, as_wrapper, check_id, import_path, is_env_id
+from lit_collect.envs.pettingzoo import ParallelEnvAdapter, count_agents, is_parallel_env, make_games, refuse_turn_based
 from lit_collect.envs.vector import VectorEnvAdapter
+from lit_collect.envs.vector_factory import VectorEnvFactory
+from lit_collect.envs.vector_quirks import as_vector_env, describe_env, refuse_dm
+from lit_collect.envs.verify import VerifiedEnv
 
 EnvMaker = str | EnvFactory | Callable[[], Any]
 """One maker of envs: a Gymnasium id or dotted import path, a factory, or a callable without arguments."""
@@ -31,14 +35,6 @@ EnvMaker = str | EnvFactory | Callable[[], Any]
 # class_path mappings and lists of them, and dumps each so that it can be read again.
 EnvLike = str | EnvFactory | Sequence[EnvMaker] | Callable[[], Any]
 """What `resolve_env` takes, as far as a YAML file can say it (live envs are accepted besides)."""
-
-_ACCEPTED = (
-    "a Gymnasium id ('CartPole-v1', 'namespace/Name-v0', 'module:Name-v0'), a dotted import path ('pkg.mod.make_env'), "
-    "a callable without arguments, an EnvFactory, a sequence of these (one for each env copy), "
-    "or a live gymnasium.Env or VectorEnv"
-)
-_VERSIONED = re.compile(r".*-v\d+")
-_DOTTED = re.compile(r"\w+(\.\w+)+")
 
 
 class GymEnvFactory(EnvFactory):
@@ -68,11 +64,11 @@ class GymEnvFactory(EnvFactory):
         *,
         wrappers: Sequence[str | dict[str, Any] | Callable[[Any], Any]] = (),
     ) -> None:
-        _check_id(env_id)
+        check_id(env_id)
         self.env_id = env_id
         self.make_kwargs = dict(make_kwargs or {})
         self.wrappers = tuple(wrappers)
-        self._wrap = tuple(_wrapper(wrapper) for wrapper in self.wrappers)
+        self._wrap = tuple(as_wrapper(wrapper) for wrapper in self.wrappers)
 
     def __call__(self) -> gymnasium.Env[Any, Any]:
         """Make one env."""
@@ -97,11 +93,20 @@ class EnvSource:
     makers: tuple[Callable[[], Any], ...]
     """One for all copies, or one for each."""
     num_envs: int | None
-    """What the env itself says: the length of a sequence, the copies of a live vector env, else None."""
+    """What the env itself says: the length of a sequence, the copies of a vector env that is live or comes from a
+    `VectorEnvFactory` (of one worker, then), else None."""
     live: bool
     """Whether the env was made by the user, who then also closes it."""
     description: str
     """For configs and messages, for instance ``CartPole-v1``."""
+    autoreset: AutoresetMode | str | None = None
+    """Mode of a vector env that does not say it itself."""
+    per_worker: bool = False
+    """Whether each worker makes `num_envs` copies, not all of them together."""
+
+    def copies(self, num_workers: int) -> int | None:
+        """What the env itself says of all workers together: `num_envs`, or that many in each of them."""
+        return self.num_envs * num_workers if self.num_envs and self.per_worker else self.num_envs
 
     def build(
         self,
@@ -114,9 +119,10 @@ class EnvSource:
         """Make the env copies in this process and put them under one roof.
 
         Args:
-            num_envs: env copies of the rank (None: what the env says, else `default_copies`).
+            num_envs: env copies of the rank (None: what the env says, else `default_copies`); each agent of a game is
+                one, and where nobody says how many, the last game may bring more than `default_copies`.
             default_copies: env copies where nobody says how many.
-            rollout: gives `keep_float64` and `max_frames_per_traj`.
+            rollout: says what is read, how long episodes may be, and whether the envs are verified.
             indices: which of these copies to make (None: all of them).
 
         Raises:
@@ -125,24 +131,32 @@ class EnvSource:
             TypeError: if a maker returns something that is no env.
             WorkerFailedError: if a maker raises; the message names the env copy.
         """
-        said = self.num_envs or (1 if self.live else None)
+        said = (None if self.per_worker else self.num_envs) or (1 if self.live else None)
         if num_envs is not None and said is not None and num_envs != said:
             raise ValueError(f"num_envs does not fit {self.description} : expected {said} or None, got {num_envs}")
-        total = num_envs or said or default_copies
+        total = num_envs or said or self.num_envs or default_copies
         indices = range(total) if indices is None else indices
         if self.live and indices != range(total):
             raise ValueError(f"a live env cannot be split over workers, got {self.description}; pass what makes it")
+        env = self._gather(indices, num_envs, rollout=rollout)
+        return VerifiedEnv(env) if rollout.verify_envs else env
+
+    def _gather(self, indices: range, num_envs: int | None, *, rollout: RolloutConfig) -> BatchedEnv:
+        """Make the copies, or what holds several of them; closes what was made if that fails."""
         envs: list[Any] = []
         try:
             for index in indices:
                 envs.append(self.make(index))
                 if isinstance(envs[0], VectorEnv):
                     return self._adapt(envs[0], indices, num_envs, rollout=rollout)
+                if is_parallel_env(envs[0]):
+                    return self._adapt_games(envs, indices, num_envs, rollout=rollout)
                 self._check(envs, index)
             return DirectEnv(
                 envs,
                 keep_float64=rollout.keep_float64,
                 max_frames_per_traj=rollout.max_frames_per_traj,
+                info_keys=rollout.info_keys,
                 owned=not self.live,
                 first=indices.start,
             )
@@ -159,15 +173,15 @@ class EnvSource:
         """
         maker = self.makers[index if len(self.makers) > 1 else 0]
         try:
-            return maker()
+            return as_vector_env(maker())
         except Exception as error:
             raise env_failed(f"env copy {index}", "its constructor", error) from error
 
     def _adapt(
         self, env: VectorEnv[Any, Any, Any], indices: range, num_envs: int | None, *, rollout: RolloutConfig
     ) -> VectorEnvAdapter:
-        if len(self.makers) > 1 or (self.num_envs is not None and not self.live):
-            raise TypeError(f"a sequence holds makers of single envs : expected gymnasium.Env, got {env}")
+        if len(self.makers) > 1 or (self.num_envs is not None and not self.live and not self.per_worker):
+            raise TypeError(f"a sequence holds makers of single envs : expected gymnasium.Env, got {describe_env(env)}")
         if num_envs is not None and len(indices) != env.num_envs:
             workers = num_envs // len(indices)
             each = f" in each of {workers} workers" if workers > 1 else ""
@@ -177,14 +191,35 @@ class EnvSource:
             )
         return VectorEnvAdapter(
             env,
+            autoreset=self.autoreset,
             keep_float64=rollout.keep_float64,
             max_frames_per_traj=rollout.max_frames_per_traj,
+            info_keys=rollout.info_keys,
             owned=not self.live,
             first=indices.start // len(indices) * env.num_envs,
         )
 
+    def _adapt_games(
+        self, games: list[Any], indices: range, num_envs: int | None, *, rollout: RolloutConfig
+    ) -> ParallelEnvAdapter:
+        """`games` holds the first game, and gets the others as they are made."""
+        if len(self.makers) > 1 or (self.num_envs is not None and not self.live):
+            raise TypeError(f"a sequence holds makers of single envs : expected gymnasium.Env, got {games[0]}")
+        make_games(games, self.make, indices=indices, num_envs=num_envs, description=self.description)
+        share = len(games) * len(games[0].possible_agents)
+        return ParallelEnvAdapter(
+            games,
+            keep_float64=rollout.keep_float64,
+            max_frames_per_traj=rollout.max_frames_per_traj,
+            info_keys=rollout.info_keys,
+            owned=not self.live,
+            first=indices.start // len(indices) * share,
+        )
+
     def _check(self, envs: Sequence[Any], index: int) -> None:
         env = envs[-1]
+        refuse_turn_based(env)
+        refuse_dm(env)
         if not isinstance(env, gymnasium.Env):
             raise TypeError(
                 f"{self.description} made no env for copy {index} : expected gymnasium.Env"
@@ -202,7 +237,8 @@ def resolve_env(env: Any) -> EnvSource:
 
     Args:
         env: a Gymnasium id, a dotted import path, a callable without arguments, an `EnvFactory`, a sequence of these
-            (one for each env copy), or a live `gymnasium.Env` or `gymnasium.vector.VectorEnv`.
+            (one for each env copy), or a live `gymnasium.Env`, `gymnasium.vector.VectorEnv` or parallel game of
+            PettingZoo. What a callable makes may be any of these three.
 
     Raises:
         ValueError: if an id is unknown, a path leads nowhere, or a sequence is empty.
@@ -216,16 +252,31 @@ def resolve_env(env: Any) -> EnvSource:
     """
     if isinstance(env, EnvSource):
         return env
-    if isinstance(env, (gymnasium.Env, VectorEnv)):
-        copies = env.num_envs if isinstance(env, VectorEnv) else None
-        return EnvSource(makers=(functools.partial(_same, env),), num_envs=copies, live=True, description=str(env))
+    env = as_vector_env(env)
+    if isinstance(env, (gymnasium.Env, VectorEnv)) or is_parallel_env(env):
+        copies = env.num_envs if isinstance(env, VectorEnv) else count_agents(env)
+        return EnvSource(
+            makers=(functools.partial(_same, env),), num_envs=copies, live=True, description=describe_env(env)
+        )
+    refuse_turn_based(env)
+    refuse_dm(env)
     if isinstance(env, Sequence) and not isinstance(env, (str, bytes)):
         if not env:
-            raise ValueError(f"env is an empty sequence : expected {_ACCEPTED}")
+            raise ValueError(f"env is an empty sequence : expected {ACCEPTED}")
         names = ", ".join(_describe(one) for one in env)
         makers = tuple(_maker(one) for one in env)
         return EnvSource(makers=makers, num_envs=len(makers), live=False, description=f"[{names}]")
-    return EnvSource(makers=(_maker(env),), num_envs=None, live=False, description=_describe(env))
+    maker = _maker(env)
+    factory = maker.made_by if isinstance(maker, _Imported) else maker
+    vector = factory if isinstance(factory, VectorEnvFactory) else None
+    return EnvSource(
+        makers=(maker,),
+        num_envs=None if vector is None else vector.num_envs,
+        live=False,
+        description=_describe(env),
+        autoreset=None if vector is None else vector.autoreset,
+        per_worker=vector is not None,
+    )
 
 
 def registrations() -> dict[str, EnvSpec]:
@@ -263,14 +314,14 @@ def register_missing(specs: Mapping[str, EnvSpec]) -> None:
 def _maker(env: Any) -> Callable[[], Any]:
     """What makes the env, for everything but live envs and sequences."""
     if isinstance(env, str):
-        if _VERSIONED.fullmatch(env) or env in gymnasium.registry or not _DOTTED.fullmatch(env):
+        if is_env_id(env):
             return GymEnvFactory(env)
-        path, env = env, _import(env)
+        path, env = env, import_path(env)
         if not path.startswith("__main__.") and _makes_envs(env):
             return _Imported(path, env)
     if _makes_envs(env):
         return _instance(env)
-    raise TypeError(f"env is of the wrong kind : expected {_ACCEPTED}, got {_named(env)}")
+    raise TypeError(f"env is of the wrong kind : expected {ACCEPTED}, got {_named(env)}")
 
 
 def _makes_envs(value: Any) -> bool:
@@ -286,10 +337,10 @@ class _Imported:
 
     def __init__(self, path: str, found: Any) -> None:
         self._path = path
-        self._make = _instance(found)
+        self.made_by = _instance(found)
 
     def __call__(self) -> Any:
-        return self._make()
+        return self.made_by()
 
     def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
         return _maker, (self._path,)
@@ -298,6 +349,8 @@ class _Imported:
 def _describe(env: Any) -> str:
     if isinstance(env, str):
         return env
+    if isinstance(env, VectorEnvFactory):
+        return repr(env)
     if isinstance(env, GymEnvFactory):
         return env.env_id if not (env.make_kwargs or env.wrappers) else repr(env)
     if isinstance(env, functools.partial):
@@ -305,22 +358,6 @@ def _describe(env: Any) -> str:
     if hasattr(env, "__qualname__"):
         return f"{env.__module__}.{env.__qualname__}"
     return f"{type(env).__module__}.{type(env).__qualname__}(...)"
-
-
-def _check_id(env_id: str) -> None:
-    """Raise what `gymnasium.make` would raise, but now."""
-    if not isinstance(env_id, str):
-        raise TypeError(f"env_id must be a string, got {env_id!r}")
-    module, _, name = env_id.rpartition(":")
-    try:
-        if module:
-            importlib.import_module(module)
-        namespace, base, version = parse_env_id(name)
-        if version is None and name not in gymnasium.registry:  # means the newest
-            name = get_env_id(namespace, base, find_highest_version(namespace, base))
-        gymnasium.spec(name)
-    except (gymnasium.error.Error, ImportError) as error:
-        raise ValueError(f"env {env_id!r} is unknown: {str(error).rstrip('.')} : expected {_ACCEPTED}") from error
 
 
 def _is_gymnasiums_own(spec: EnvSpec) -> bool:
@@ -346,41 +383,6 @@ def _portable(spec: EnvSpec) -> EnvSpec:
 def _object(entry: Any) -> Any:
     module, _, name = entry.partition(":") if isinstance(entry, str) else ("", "", "")
     return getattr(sys.modules["__main__"], name, entry) if module == "__main__" else entry
-
-
-def _import(path: str) -> Any:
-    """Import ``pkg.mod.name`` (also a name inside a class)."""
-    parts = path.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        module_name = ".".join(parts[:end])
-        try:
-            found: Any = importlib.import_module(module_name)
-        except Exception as error:
-            missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            if missing is not None and end > 1 and (module_name + ".").startswith(missing + "."):
-                continue  # no such module: perhaps a class, further up
-            raise ValueError(f"{path!r} cannot be imported : {type(error).__name__}: {error}") from error
-        for part in parts[end:]:
-            if not hasattr(found, part):
-                raise ValueError(f"{path!r} cannot be imported : {found!r} has no attribute {part!r}")
-            found = getattr(found, part)
-        return found
-    raise ValueError(f"{path!r} is no import path : expected a module and a name, such as 'pkg.mod.make_env'")
-
-
-def _wrapper(wrapper: str | Mapping[str, Any] | Callable[[Any], Any]) -> Callable[[Any], Any]:
-    if isinstance(wrapper, Mapping):
-        if "class_path" not in wrapper or set(wrapper) - {"class_path", "init_args"}:
-            raise ValueError(f"a wrapper must be a mapping of class_path and init_args, got {dict(wrapper)}")
-        return functools.partial(_apply, _import(wrapper["class_path"]), dict(wrapper.get("init_args") or {}))
-    found = _import(wrapper) if isinstance(wrapper, str) else wrapper
-    if not callable(found):
-        raise TypeError(f"a wrapper must be a callable, a dotted import path or a mapping, got {wrapper!r}")
-    return found
-
-
-def _apply(wrap: Callable[..., Any], init_args: Mapping[str, Any], env: Any) -> Any:
-    return wrap(env, **init_args)
 
 
 def _same(env: Any) -> Any:

@@ -7,6 +7,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
 from lit_collect.envs.factories import EnvSource
+from lit_collect.envs.pettingzoo import is_parallel_env, shared_spaces
 
 
 class SpaceProbe:
@@ -27,6 +28,8 @@ class SpaceProbe:
             env = self._source.make(0)
             if isinstance(env, VectorEnv):
                 self._spaces = env.single_observation_space, env.single_action_space
+            elif is_parallel_env(env):
+                self._spaces = shared_spaces(env)
             else:
                 self._spaces = env.observation_space, env.action_space
             self._env = None if self._source.live else env

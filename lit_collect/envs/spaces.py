@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from lit_collect.envs.texts import CODE, encode_text
 from lit_collect.errors import FrameContractError
 from lit_collect.frames import RESERVED_OBSERVED, Key
 
@@ -27,13 +28,18 @@ class LeafSpec:
     key: Key
     """Where it is in a batch."""
     space: spaces.Space[Any]
-    """Its own space: Box, Discrete, MultiDiscrete or MultiBinary."""
+    """Its own space: Box, Discrete, MultiDiscrete or MultiBinary, or a Text."""
     shape: tuple[int, ...]
     """Of one env copy."""
     dtype: np.dtype[Any]
     """The space's dtype: what an env returns and receives."""
     stored: np.dtype[Any]
     """What a batch holds."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is a text, stored as code points."""
+        return isinstance(self.space, spaces.Text)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -53,6 +59,8 @@ class LeafSpec:
             FrameContractError: if it is missing, or its shape or dtype differ from the space's.
         """
         name = ".".join(self.key)
+        if self.is_text:
+            return encode_text(value, self.shape[0], name)
         if value is None:
             raise FrameContractError(f"{name} is None : expected {self._expected()}")
         try:
@@ -87,17 +95,20 @@ class TreeSpec:
     """Its arrays."""
 
     @classmethod
-    def of(cls, space: spaces.Space[Any], root: str, *, keep_float64: bool = False) -> "TreeSpec":
+    def of(
+        cls, space: spaces.Space[Any], root: str, *, keep_float64: bool = False, text_keys: Sequence[str] = ()
+    ) -> "TreeSpec":
         """Flatten a space.
 
         Args:
             space: of one env copy; Dict and Tuple may be nested.
             root: the key in a batch. An observation of a Dict space gives its own keys instead.
             keep_float64: store float64 as it is instead of as float32.
+            text_keys: texts that are stored, as code points; others are left out with a warning.
 
         Raises:
             TypeError: for spaces whose values are no arrays of one shape (Sequence, Graph, OneOf and own kinds).
-            ValueError: if a key of a Dict is taken by the batch contract, or no string.
+            ValueError: if a key of a Dict is taken by the batch contract, or no string, or there is no such text.
 
         Example:
             >>> space = spaces.Dict({"eye": spaces.Box(0, 1, (2,)), "gear": spaces.Discrete(3)})
@@ -107,16 +118,23 @@ class TreeSpec:
         """
         own_keys = root == "observation" and isinstance(space, spaces.Dict)
         prefix: Key = () if own_keys else (root,)
-        leaves = []
+        leaves, unread = [], []
         for path, leaf in _walk(space, ()):
             key = prefix + tuple(str(part) for part in path)
             _check_key(key, RESERVED_OBSERVED if own_keys else frozenset())
             if isinstance(leaf, spaces.Text):
                 if root == "action":
                     raise TypeError(_unsupported(leaf))
-                warnings.warn(f"the text {'.'.join(key)} is not stored : a batch holds arrays only", stacklevel=2)
-                continue
+                if ".".join(key) not in text_keys:
+                    unread.append(".".join(key))
+                    continue
             leaves.append(_leaf_spec(path, key, leaf, keep_float64))
+        read = {".".join(leaf.key) for leaf in leaves if leaf.is_text}
+        if missing := sorted(set(text_keys) - read):
+            raise ValueError(f"rollout.info_keys names no text of the observation : expected {unread}, got {missing}")
+        if unread:
+            hint = f"rollout.info_keys=('{unread[0]}:str',)"
+            warnings.warn(f"the texts {unread} are not stored; {hint} would keep the first", stacklevel=2)
         if not leaves:
             raise TypeError(f"{root} space {space} holds nothing that can be stored")
         return cls(space, tuple(leaves))
@@ -128,7 +146,7 @@ class TreeSpec:
 
     def empty(self, shape: Sequence[int]) -> tuple[np.ndarray, ...]:
         """Uninitialised arrays ``[*shape, ...]``, one for each leaf, in the stored dtype."""
-        return tuple(np.empty((*shape, *leaf.shape), leaf.stored) for leaf in self.leaves)
+        return empty_leaves(self.leaves, shape)
 
     def flatten(self, value: Any) -> tuple[Any, ...]:
         """The leaves of an env's own value, unchecked; a missing one is an error of the env.
@@ -143,6 +161,11 @@ class TreeSpec:
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """The env's own value (array, dict, tuple, nested) of leaves in order."""
         return _rebuild(self.space, iter(leaves))
+
+
+def empty_leaves(leaves: Sequence[LeafSpec], shape: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """Uninitialised arrays ``[*shape, ...]``, one for each leaf, in the stored dtype."""
+    return tuple(np.empty((*shape, *leaf.shape), leaf.stored) for leaf in leaves)
 
 
 class ActionEncoder:
@@ -273,6 +296,8 @@ def _check_key(key: Key, taken: frozenset[str]) -> None:
 
 
 def _leaf_spec(path: Path, key: Key, space: spaces.Space[Any], keep_float64: bool) -> LeafSpec:
+    if isinstance(space, spaces.Text):
+        return LeafSpec(path=path, key=key, space=space, shape=(space.max_length,), dtype=CODE, stored=CODE)
     dtype = np.dtype(space.dtype)
     stored = np.dtype(np.float32) if dtype == np.float64 and not keep_float64 else dtype
     assert space.shape is not None  # holds for all leaf spaces

@@ -8,44 +8,57 @@ How a step ends an episode depends on the mode:
   marked ``valid=False``.
 * SAME_STEP: the env has reset already and gives the true successor in ``infos["final_obs"]``.
 
-Whether a masked reset can be relied on is known for `SyncVectorEnv` and `AsyncVectorEnv` alone: `CartPoleVectorEnv`
-takes the mask and resets all copies, and wrappers such as `RecordEpisodeStatistics` forget the running episodes.
+Whether a masked reset can be relied on is known for `SyncVectorEnv`, `AsyncVectorEnv` and ALE's `AtariVectorEnv` alone:
+`CartPoleVectorEnv` takes the mask and resets all copies, and wrappers such as `RecordEpisodeStatistics` forget the
+running episodes. What else particular envs do otherwise is in `lit_collect.envs.vector_quirks`.
 """
 
-import contextlib
-import threading
-import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from lit_collect.envs.base import BatchedEnv, Final, Leaves, StepViews, brief, env_failed
-from lit_collect.envs.spaces import TreeSpec
+from lit_collect.envs.infos import InfoReader, observed_texts
+from lit_collect.envs.spaces import LeafSpec, TreeSpec
+from lit_collect.envs.torch_arrays import device_of, to_numpy, to_tensors, tree_to_numpy
+from lit_collect.envs.vector_quirks import (
+    bound_errors,
+    close_async,
+    describe_env,
+    detect_mode,
+    honours_mask,
+    narrowed_info,
+    read_spaces,
+    refuse_lossy,
+    seed_giver,
+)
 from lit_collect.errors import FrameContractError
 
-_CLOSE_TIMEOUT_S = 10.0
-_TERMINATE_TIMEOUT_S = 1.0
-_ASYNC_METHODS = ("reset", "reset_async", "reset_wait", "step", "step_async", "step_wait")
 _FINAL_OBS = ("final_obs", "final_observation")  # the second name is Gymnasium 0.29's and still in use
 
 
 class VectorEnvAdapter(BatchedEnv):
     """A vector env in NEXT_STEP, SAME_STEP or DISABLED mode.
 
+    Envs that give torch tensors get their actions as tensors, on their own device.
+
     Args:
         env: the vector env; `AsyncVectorEnv` and ``copy=False`` are fine.
         autoreset: its mode (None: what the env itself says), as the enum, its value or its name.
         keep_float64: store float64 observations as they are instead of as float32.
         max_frames_per_traj: cut episodes after that many frames (truncated, not terminated).
+        info_keys: declared values of the infos (see `InfoReader`); at an end in SAME_STEP mode those of
+            ``infos["final_info"]`` belong to the terminal observation, and are not reported where it is missing.
         owned: whether `close` closes the env.
         first: index of its first copy among those of its rank, for messages.
 
     Raises:
         ValueError: if the mode is unknown, if episodes cannot be cut in this mode, or if the env is known to lose
-            transitions.
+            transitions or to hand out some of its copies at a time.
         TypeError: if a space cannot be stored.
 
     Example:
@@ -63,20 +76,30 @@ class VectorEnvAdapter(BatchedEnv):
         autoreset: AutoresetMode | str | None = None,
         keep_float64: bool = False,
         max_frames_per_traj: int | None = None,
+        info_keys: Sequence[str] = (),
         owned: bool = True,
         first: int = 0,
     ) -> None:
         self.env = env
         self.first = first
-        self.mode = _detect_mode(env, autoreset)
+        self.mode = detect_mode(env, autoreset)
         self.num_envs = env.num_envs
-        self.observation_spec = TreeSpec.of(env.single_observation_space, "observation", keep_float64=keep_float64)
+        read_spaces(env.unwrapped)
+        self.observation_spec = TreeSpec.of(
+            env.single_observation_space,
+            "observation",
+            keep_float64=keep_float64,
+            text_keys=observed_texts(info_keys),
+        )
         self.action_spec = TreeSpec.of(env.single_action_space, "action")
+        self._infos = InfoReader(info_keys, observation_spec=self.observation_spec, action_spec=self.action_spec)
         base = env.unwrapped
-        _refuse_lossy(base)
+        refuse_lossy(base)
         self._async = base if isinstance(base, AsyncVectorEnv) else None
-        self._takes_seed_list = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
-        self._honours_mask = _honours_mask(env)
+        if self._async is not None:
+            bound_errors(self._async)
+        self._seed = seed_giver(base, first)
+        self._honours_mask = honours_mask(env)
         # A worker without shared memory forgets only by stepping that its copy is to be reset (Gymnasium 1.4).
         forgetful = self._async is None or self._async.shared_memory
         self._resets_at_once = self.mode is AutoresetMode.DISABLED or (
@@ -86,23 +109,37 @@ class VectorEnvAdapter(BatchedEnv):
         self.may_mask = self.mode is AutoresetMode.NEXT_STEP and not self._resets_at_once
         if max_frames_per_traj is not None and not self._resets_at_once:
             raise ValueError(
-                f"rollout.max_frames_per_traj cannot be had from {env} in {self.mode.name} mode : expected a vector "
-                f"env that can reset single copies; give single envs, or limit the episodes inside the env"
+                f"rollout.max_frames_per_traj cannot be had from {describe_env(env)} in {self.mode.name} mode : "
+                f"expected a vector env that can reset single copies; give single envs, or limit the episodes inside "
+                f"the env"
             )
         self._limit = max_frames_per_traj
         self._ages = np.zeros(self.num_envs, np.int64)  # frames of the running episodes; counted only under a limit
         self._pending = np.zeros(self.num_envs, bool)  # copies that spend their next step on resetting
+        self.spent_reward = 0.0
+        """The largest reward of the last steps that were spent on resetting; it counts for nothing, and should be 0."""
         self._any_pending = False
         self._expected = tuple(((self.num_envs, *leaf.shape), leaf.dtype) for leaf in self.observation_spec.leaves)
+        self._begun = False
+        self._seen_infos: Leaves = ()  # what the policy saw last of the infos, for partial resets
+        self.device: torch.device | None = None
+        """Where an env of torch tensors takes its actions; None leaves it to the env."""
+        self._device: torch.device | None = None  # where they go; None: the env takes arrays
         self._owned = owned
         self._failed = False
         self._closed = False
-        self._warned = False
+        self._warned = self._warned_of_infos = False
+
+    @property
+    def info_leaves(self) -> tuple[LeafSpec, ...]:  # type: ignore[override]  # a constant where infos are not read
+        """Values of the infos; an action mask among them is found by the first reset."""
+        return self._infos.leaves
 
     def reset(self, seeds: Sequence[int | None] | None = None, mask: np.ndarray | None = None) -> Leaves:
         """Reset all copies, or those of the mask (see `BatchedEnv.reset`).
 
-        Only `SyncVectorEnv` and `AsyncVectorEnv` take one seed for each copy; any other vector env gets the first.
+        `SyncVectorEnv`, `AsyncVectorEnv` and `AtariVectorEnv` take one seed for each copy, envpool takes none, and any
+        other vector env gets the first.
 
         Raises:
             ValueError: if a mask leaves copies out and the env is not known to honour it.
@@ -111,10 +148,13 @@ class VectorEnvAdapter(BatchedEnv):
             leaves = self._reset_env(seeds, None)
             chosen = np.ones(self.num_envs, bool)
         elif not self._honours_mask and self.mode is not AutoresetMode.DISABLED:
-            raise ValueError(f"{self.env} cannot reset single copies; reset all of them")
+            raise ValueError(f"{describe_env(self.env)} cannot reset single copies; reset all of them")
         else:
             leaves = self._reset_env(seeds, mask)
             chosen = mask
+            for leaf, seen in zip(leaves[len(self._expected) :], self._seen_infos, strict=True):
+                leaf[~chosen] = seen[~chosen]  # infos of a partial reset are those of the copies that were reset
+        self._seen_infos = tuple(leaf.copy() for leaf in leaves[len(self._expected) :])
         self._ages[chosen] = 0
         if not self._pending_survives_reset:
             self._pending[chosen] = False
@@ -124,10 +164,16 @@ class VectorEnvAdapter(BatchedEnv):
     def step_into(self, action: Leaves, views: StepViews) -> Sequence[Final]:
         """Step all copies (see `BatchedEnv.step_into`)."""
         # copies, in the space's dtype: a vector env may keep or change what it is given
-        own = [leaf.astype(spec.dtype) for leaf, spec in zip(action, self.action_spec.leaves, strict=True)]
+        own: list[Any] = [leaf.astype(spec.dtype) for leaf, spec in zip(action, self.action_spec.leaves, strict=True)]
+        if own[0].shape[0] != self.num_envs:  # envpool would end the process
+            raise ValueError(f"expected one action for each of {self.num_envs} env copies, got {own[0].shape[0]}")
+        if self._device is not None:
+            own = to_tensors(own, self._device)
         value = own[0] if self.action_spec.is_plain else self.action_spec.unflatten(own)
         obs, reward, terminated, truncated, infos = self._step_env(value)
-        for target, leaf in zip(views.obs, self._check_obs(obs, "step"), strict=True):
+        if self._seen_infos:
+            self._seen_infos = views.obs[len(self._expected) :]
+        for target, leaf in zip(views.obs, self._check_leaves(obs, infos, "step"), strict=True):
             target[...] = leaf
         views.reward[:] = self._check_row(reward, "reward", "biuf")
         terminated, truncated = self._check_row(terminated, "terminated"), self._check_row(truncated, "truncated")
@@ -151,7 +197,7 @@ class VectorEnvAdapter(BatchedEnv):
             return
         self._closed = True
         if self._async is not None:
-            _close_async(self.env, self._async, graceful=not self._failed)
+            close_async(self.env, self._async, graceful=not self._failed)
             return
         try:
             self.env.close()
@@ -165,10 +211,12 @@ class VectorEnvAdapter(BatchedEnv):
             for index in np.flatnonzero(done).tolist()
         ]
         begun = self._reset_env(None, done)
-        for target, leaf in zip(views.obs, begun, strict=True):
-            if not self._honours_mask and not _equal(target[~done], leaf[~done]):
+        for position, (target, leaf) in enumerate(zip(views.obs, begun, strict=True)):
+            observed = position < len(self._expected)
+            if observed and not self._honours_mask and not _equal(target[~done], leaf[~done]):
                 raise FrameContractError(
-                    f"{self.env} changed copies that it was not to reset : expected it to honour options['reset_mask']"
+                    f"{describe_env(self.env)} changed copies that it was not to reset : expected it to honour "
+                    f"options['reset_mask']"
                 )
             target[done] = leaf[done]
         self._ages[done] = 0
@@ -180,9 +228,10 @@ class VectorEnvAdapter(BatchedEnv):
         if (spent & done).any():
             raise FrameContractError(
                 f"{self._name(int(np.argmax(spent & done)))} ended an episode in the step that resets it : expected "
-                f"{self.env} to be in NEXT_STEP mode; pass its true mode as autoreset="
+                f"{describe_env(self.env)} to be in NEXT_STEP mode; pass its true mode as autoreset="
             )
         views.valid[spent] = False
+        self.spent_reward = float(np.abs(views.reward[spent]).max(initial=0.0))
         views.reward[spent] = 0.0
         self._pending = done
         self._any_pending = bool(done.any())
@@ -192,12 +241,14 @@ class VectorEnvAdapter(BatchedEnv):
         name = next((name for name in _FINAL_OBS if infos.get(name) is not None), None)
         if name is None:
             raise FrameContractError(
-                f"infos have no final_obs although an episode ended : expected {self.env} to be in SAME_STEP mode; "
-                f"pass its true mode as autoreset="
+                f"infos have no final_obs although an episode ended : expected {describe_env(self.env)} to be in "
+                f"SAME_STEP mode, and to report the observations that ended episodes; pass its true mode as autoreset="
             )
         final, present = infos[name], infos.get("_" + name)
-        by_copy = isinstance(final, np.ndarray) and final.dtype == object
+        present = None if present is None else to_numpy(present)
+        by_copy = isinstance(final, list) or (isinstance(final, np.ndarray) and final.dtype == object)
         leaves = None if by_copy else self._check_obs(final, name)
+        told = self._final_infos(infos.get("final_info")) if self._infos.leaves else None
         finals = []
         for index in np.flatnonzero(done).tolist():
             if (present is not None and not present[index]) or (by_copy and final[index] is None):
@@ -205,14 +256,17 @@ class VectorEnvAdapter(BatchedEnv):
                     f"{self._name(index)} ended an episode, but infos['{name}'] lacks its observation"
                 )
             values = self._admit(final[index], index) if leaves is None else [leaf[index] for leaf in leaves]
-            specs = self.observation_spec.leaves
-            finals.append(Final(index, tuple([np.array(v, s.stored) for v, s in zip(values, specs, strict=True)])))
+            values += [column[index] for column in told or ()]
+            finals.append(
+                Final(index, tuple([np.array(v, s.stored) for v, s in zip(values, self.leaves, strict=True)]))
+            )
             self._warn_if_aliased(finals[-1], views)
         return finals
 
     def _warn_if_aliased(self, final: Final, views: StepViews) -> None:
         """Notice envs that reuse one buffer: their reset overwrites the observation that ended the episode."""
-        arrays = [(leaf, obs[final.row]) for leaf, obs in zip(final.obs, views.obs, strict=True) if leaf.ndim]
+        observed = list(zip(final.obs, views.obs, strict=True))[: len(self._expected)]
+        arrays = [(leaf, obs[final.row]) for leaf, obs in observed if leaf.ndim]
         if self._warned or not arrays or not all(_equal(leaf, obs) for leaf, obs in arrays):
             return
         self._warned = True
@@ -225,9 +279,7 @@ class VectorEnvAdapter(BatchedEnv):
 
     def _reset_env(self, seeds: Sequence[int | None] | None, mask: np.ndarray | None) -> Leaves:
         """Reset, and copy the observations; the mask is a copy too, because vector envs keep or change theirs."""
-        seed: Any = None
-        if seeds is not None:
-            seed = list(seeds) if self._takes_seed_list else next((s for s in seeds if s is not None), None)
+        seed = None if seeds is None else self._seed(seeds, mask)
         options = None if mask is None else {"reset_mask": np.array(mask, bool)}
         try:
             answer = self.env.reset(seed=seed, options=options)
@@ -235,9 +287,14 @@ class VectorEnvAdapter(BatchedEnv):
             self._fail("reset", error)
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise FrameContractError(f"vector env, reset: expected (observations, infos), got {brief(answer)}")
-        leaves = self._check_obs(answer[0], "reset")
-        specs = self.observation_spec.leaves
-        return tuple([np.array(leaf, spec.stored) for leaf, spec in zip(leaves, specs, strict=True)])
+        obs, infos = answer
+        if not self._begun:
+            self._begun = True
+            own = device_of(self.env, self.observation_spec.flatten(obs)[0])
+            self._device = self.device if own is not None and self.device is not None else own
+            self._infos.discover(_first_mask(infos))
+        leaves = self._check_leaves(obs, infos, "reset")
+        return tuple([np.array(leaf, spec.stored) for leaf, spec in zip(leaves, self.leaves, strict=True)])
 
     def _step_env(self, value: Any) -> tuple[Any, Any, Any, Any, Any]:
         try:
@@ -250,13 +307,34 @@ class VectorEnvAdapter(BatchedEnv):
             )
         return answer
 
+    def _check_leaves(self, obs: Any, infos: Any, doing: str) -> list[np.ndarray]:
+        """The leaves of batched observations and infos."""
+        leaves = self._check_obs(obs, doing)
+        return leaves + self._read_infos(infos) if self._infos.leaves else leaves
+
+    def _read_infos(self, infos: Any) -> list[np.ndarray]:
+        infos = infos if self._device is None else tree_to_numpy(infos)
+        narrowed = None if self._warned_of_infos else narrowed_info(self.env.unwrapped, infos, self._infos.leaves)
+        if narrowed is not None:
+            self._warned_of_infos = True
+            warnings.warn(narrowed, stacklevel=6)
+        return self._infos.read_all(infos, self.num_envs)
+
+    def _final_infos(self, given: Any) -> list[np.ndarray]:
+        """What the infos said of the terminal observations: nothing, one mapping of arrays, or mappings by copy."""
+        if given is None or isinstance(given, Mapping):
+            return self._read_infos(given or {})
+        rows = [self._infos.read(tree_to_numpy(info) if isinstance(info, Mapping) else {}) for info in given]
+        return [np.array(column) for column in zip(*rows, strict=True)]
+
     def _check_obs(self, obs: Any, doing: str) -> list[np.ndarray]:
         """The leaves of batched observations, each checked as one array."""
         leaves = []
         for index, value in enumerate(self.observation_spec.flatten(obs)):
             shape, dtype = self._expected[index]
             if type(value) is not np.ndarray:
-                value = np.asarray(value)
+                texts = self.observation_spec.leaves[index].is_text
+                value = self._encode_texts(value, index) if texts else to_numpy(value)
             if value.shape != shape or (value.dtype is not dtype and not np.can_cast(value.dtype, dtype, "safe")):
                 name = ".".join(self.observation_spec.leaves[index].key)
                 raise FrameContractError(
@@ -266,9 +344,12 @@ class VectorEnvAdapter(BatchedEnv):
             leaves.append(value)
         return leaves
 
+    def _encode_texts(self, texts: Any, index: int) -> np.ndarray:
+        return np.stack([self.observation_spec.leaves[index].admit(text) for text in texts])
+
     def _check_row(self, value: Any, name: str, kinds: str = "bu") -> np.ndarray:
         """One value for each copy, of these kinds of numbers (some envs give their flags as bytes of 0 and 1)."""
-        row = value if type(value) is np.ndarray else np.asarray(value)
+        row = value if type(value) is np.ndarray else to_numpy(value)
         if row.shape != (self.num_envs,) or row.dtype.kind not in kinds:
             raise FrameContractError(
                 f"vector env, step: {name} is wrong : expected {'numbers' if 'f' in kinds else 'flags'} with shape "
@@ -296,67 +377,13 @@ class VectorEnvAdapter(BatchedEnv):
         raise env_failed("vector env", doing, error) from error
 
 
-def _detect_mode(env: VectorEnv[Any, Any, Any], given: AutoresetMode | str | None) -> AutoresetMode:
-    """The mode as given, else as the env's own attribute says, else as its metadata says."""
-    own = [getattr(one, "autoreset_mode", None) for one in (env, env.unwrapped)]
-    # ale_py writes its mode into the dict of the base class, which would then speak for every other vector env.
-    stated = env.metadata.get("autoreset_mode") if env.metadata is not VectorEnv.metadata else None
-    mode = next((one for one in (given, *own, stated) if one is not None), None)
-    choices = ", ".join(repr(one.value) for one in AutoresetMode)
-    if mode is None:
-        raise ValueError(
-            f"{env} does not say how it resets : expected one of {choices}; pass it as autoreset=, or set it as the "
-            f"env's attribute autoreset_mode"
-        )
-    for one in AutoresetMode:
-        if mode is one or (isinstance(mode, str) and mode.lower() in (one.value.lower(), one.name.lower())):
-            return one
-    raise ValueError(f"autoreset is unknown : expected one of {choices}, got {mode!r}")
-
-
-def _honours_mask(env: VectorEnv[Any, Any, Any]) -> bool:
-    """Whether single copies can be reset: where reset and step are Gymnasium's own, and so are the workers."""
-    if isinstance(env, AsyncVectorEnv) and env.worker is not None:
-        return False
-    for kind, names in ((SyncVectorEnv, ("reset", "step")), (AsyncVectorEnv, _ASYNC_METHODS)):
-        if isinstance(env, kind):
-            return all(getattr(type(env), name) is getattr(kind, name) for name in names)
-    return False
-
-
-def _refuse_lossy(base: object) -> None:
-    """Refuse the JAX envs of Gymnasium 1.4: when one copy is reset, the others' step is undone but paid."""
-    if any(kind.__name__ == "FunctionalJaxVectorEnv" for kind in type(base).__mro__):
-        raise ValueError(
-            f"{base} loses the transitions of all copies whenever one is reset (an error of Gymnasium); "
-            f"pass the env's id instead, which makes single envs"
-        )
-
-
-def _close_async(env: VectorEnv[Any, Any, Any], base: "AsyncVectorEnv[Any, Any]", *, graceful: bool) -> None:
-    """Ask, wait, terminate, kill. Gymnasium's own `close` waits without a limit for workers that are gone."""
-    asking = threading.Thread(target=_quietly_close, args=(env,), daemon=True)
-    if graceful and all(process.is_alive() for process in base.processes):
-        asking.start()
-        asking.join(_CLOSE_TIMEOUT_S)
-    for stop, patience_s in (("terminate", _TERMINATE_TIMEOUT_S), ("kill", _CLOSE_TIMEOUT_S)):
-        alive = [process for process in base.processes if process.is_alive()]
-        for process in alive:
-            getattr(process, stop)()
-        deadline = time.monotonic() + patience_s
-        for process in alive:
-            process.join(max(deadline - time.monotonic(), 0.0))
-    if asking.is_alive():  # its worker is gone, so that it learns of it now
-        asking.join(_CLOSE_TIMEOUT_S)
-    for pipe in base.parent_pipes:
-        if pipe is not None:
-            pipe.close()
-    base.closed = True
-
-
-def _quietly_close(env: VectorEnv[Any, Any, Any]) -> None:
-    with contextlib.suppress(Exception):  # whatever is left is terminated
-        env.close()
+def _first_mask(infos: Any) -> Mapping[str, Any]:
+    """The action mask of the first copy that reports one, as an info of its own."""
+    given = infos.get("action_mask") if isinstance(infos, Mapping) else None
+    if given is None:
+        return {}
+    rows = np.flatnonzero(to_numpy(infos.get("_action_mask", True)))
+    return {"action_mask": tree_to_numpy(given[int(rows[0])])} if len(rows) else {}
 
 
 def _equal(first: np.ndarray, second: np.ndarray) -> bool:

@@ -83,7 +83,7 @@ def test_wrong_setting_of_the_data_module_alone():
         (lambda: RolloutConfig(max_frames_per_traj=0), "rollout.max_frames_per_traj must be at least 1"),
         (lambda: EvaluationConfig(num_episodes=0), "evaluation.num_episodes must be at least 1"),
         (lambda: EvaluationConfig(num_episodes=10, num_envs=4), "must divide num_episodes=10, got 4; use 2 or 5"),
-        (lambda: DeviceConfig(policy="cuda"), "devices.policy='cuda' is not available in this version"),
+        (lambda: DeviceConfig(policy="gpu"), "devices.policy must name a torch device or be None, got 'gpu'"),
     ],
 )
 def test_wrong_config(config, words):

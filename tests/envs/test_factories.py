@@ -189,7 +189,7 @@ def test_an_empty_sequence_is_refused(env):
 
 @pytest.mark.parametrize("env", [None, 5, {"id": "CartPole-v1"}, b"CartPole-v1", ["CartPole-v1", None]], ids=repr)
 def test_anything_else_is_refused_with_what_is_taken(env):
-    with pytest.raises(TypeError, match=r"env is of the wrong kind : expected .* or a live gymnasium.Env or VectorEnv"):
+    with pytest.raises(TypeError, match=r"env is of the wrong kind : expected .* or a live gymnasium.Env, VectorEnv"):
         resolve_env(env)
 
 

@@ -3,10 +3,12 @@
 import json
 import warnings
 
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
 
+from lit_collect import Collector, GymEnvFactory, RolloutConfig
 from lit_collect.envs.spaces import ActionEncoder, TreeSpec, describe_space, nest, sample_leaf
 from lit_collect.errors import FrameContractError
 
@@ -91,7 +93,7 @@ def test_nest_turns_tuple_positions_into_strings():
 
 def test_text_is_dropped_with_one_warning():
     space = spaces.Dict({"mission": spaces.Text(9), "image": spaces.Box(0, 1, (2,))})
-    with pytest.warns(UserWarning, match="the text mission is not stored") as caught:
+    with pytest.warns(UserWarning, match=r"the texts \[.mission.\] are not stored") as caught:
         spec = TreeSpec.of(space, "observation")
     assert len(caught) == 1
     assert [leaf.key for leaf in spec.leaves] == [("image",)]
@@ -118,6 +120,62 @@ def test_text_alone_and_text_as_an_action_are_refused():
 def test_ragged_spaces_are_refused_with_a_cure(space):
     with pytest.raises(TypeError, match=rf"{type(space).__name__} spaces cannot be stored as arrays.*TransformObserv"):
         TreeSpec.of(spaces.Dict({"x": space}), "observation")
+
+
+class Listing(gymnasium.Env):
+    """Observes a list that grows by one with each step, and a float64."""
+
+    observation_space = spaces.Dict(
+        {"seen": spaces.Sequence(spaces.Discrete(9)), "exact": spaces.Box(-9, 9, (), np.float64)}
+    )
+    action_space = spaces.Discrete(2)
+    steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._observe(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self._observe(), 0.0, self.steps == 2, False, {}
+
+    def _observe(self):
+        return {"seen": tuple(range(1, self.steps + 1)), "exact": 0.1 + self.steps}
+
+
+def pad_the_list(env):
+    space = spaces.Dict({**env.observation_space.spaces, "seen": spaces.Box(0, 9, (3,), np.int64)})
+
+    def padded(observation):
+        return {**observation, "seen": np.array([*observation["seen"], 0, 0, 0][:3])}
+
+    return gymnasium.wrappers.TransformObservation(env, padded, space)
+
+
+@pytest.fixture
+def listing():
+    gymnasium.register("Listing-v0", Listing)
+    yield "Listing-v0"
+    del gymnasium.registry["Listing-v0"]
+
+
+def test_ragged_observation_is_refused_and_its_cure_works(listing):
+    with pytest.raises(TypeError, match="Sequence spaces cannot be stored"):
+        Collector(listing, frames_per_batch=4)
+    with Collector(GymEnvFactory(listing, wrappers=[pad_the_list]), frames_per_batch=3) as collector:
+        batch = collector.collect()
+    assert batch["seen"].tolist() == [[0, 0, 0], [1, 0, 0], [0, 0, 0]]
+    assert batch["next", "seen"].tolist() == [[1, 0, 0], [1, 2, 0], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_float64_is_rounded_in_batches_unless_it_is_kept(keep, listing):
+    factory, rollout = GymEnvFactory(listing, wrappers=[pad_the_list]), RolloutConfig(keep_float64=keep)
+    with Collector(factory, frames_per_batch=2, rollout=rollout) as collector:
+        exact = collector.collect()["next", "exact"]
+    assert exact.numpy().dtype == (np.float64 if keep else np.float32)
+    assert exact.tolist() == [1.1, 2.1] if keep else exact.tolist() == np.float32([1.1, 2.1]).tolist()
 
 
 @pytest.mark.parametrize("name", ["action", "next", "collector", "done", "is_init", "reward"])

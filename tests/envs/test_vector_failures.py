@@ -201,7 +201,7 @@ def test_close_returns_when_an_idle_worker_was_killed(adapt):
 
 @pytest.mark.processes
 def test_close_returns_when_a_worker_never_answers(adapt, monkeypatch):
-    monkeypatch.setattr("lit_collect.envs.vector._CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("lit_collect.envs.vector_quirks._CLOSE_TIMEOUT_S", 0.2)
     env = adapt("async", "NextStep", [CountingEnv, Deaf])
     env.reset()
     env.close()
