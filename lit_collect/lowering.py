@@ -144,7 +144,9 @@ def _with_draw(stages: tuple[Stage, ...], last: ProbabilisticTensorDictModule) -
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether calling it is more than its `forward`, or is compiled."""
+    compiled = module._compiled_call_impl is not None
+    return bool(module._forward_hooks or module._forward_pre_hooks) or compiled
 
 
 def _keys(keys: Sequence[Any]) -> tuple[Key, ...]:

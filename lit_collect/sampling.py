@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, distributions
 
@@ -55,6 +56,41 @@ def mode_categorical(logits: Tensor) -> Tensor:
 def log_prob_categorical(action: Tensor, logits: Tensor) -> Tensor:
     """Log-probability of indices: [..., ] int64 and [..., A] float -> [...] float."""
     return torch.log_softmax(logits, -1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+
+def masked_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
+    """Logits under which forbidden actions are never drawn: the lowest number of the dtype in their places.
+
+    Unlike minus infinity it leaves entropies and gradients finite, and rows that forbid everything (after an
+    episode's end) free of NaN.
+
+    Args:
+        logits: [..., A] float, unnormalised log-probabilities.
+        action_mask: [..., A] bool, or numbers that are 0 where an action is forbidden.
+
+    Returns:
+        [..., A] float; `logits` are left as they are.
+
+    Example:
+        >>> mask = torch.tensor([[True, False, True]])
+        >>> masked_logits(torch.zeros(1, 3), mask).softmax(-1).tolist()
+        [[0.5, 0.0, 0.5]]
+    """
+    return logits.masked_fill(~action_mask.bool(), torch.finfo(logits.dtype).min)
+
+
+def sample_allowed(allowed: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Draw indices uniformly among those that are allowed.
+
+    Args:
+        allowed: [N, A] bool, at least one in each row.
+        rng: where the numbers come from.
+
+    Returns:
+        [N] int64.
+    """
+    chosen = rng.integers(0, allowed.sum(1))  # how many allowed ones come before
+    return (allowed.cumsum(1) > chosen[:, None]).argmax(1)
 
 
 def sample_normal(loc: Tensor, scale: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class ModelShapes:
     @classmethod
     def of(cls, module: nn.Module) -> "ModelShapes":
         """Those of a module."""
-        tensors, saved = named_tensors(module), module.state_dict().keys()
+        tensors, saved = named_tensors(module), {_plain(name) for name in module.state_dict()}
         return cls(
             shapes={name: None if is_lazy(tensor) else tuple(tensor.shape) for name, tensor in tensors.items()},
             saved=frozenset(name for name in tensors if name in saved),
@@ -89,6 +89,8 @@ def check_fit(source: Mapping[str, Tensor], expected: ModelShapes) -> None:
 def named_tensors(weights: Weights) -> dict[str, Tensor]:
     """The tensors of one model by dotted name, as they are (not copied).
 
+    Names are those that a module has without `torch.compile`, so that compiled and plain ones exchange weights.
+
     Args:
         weights: a module, a TensorDict of parameters, or a mapping of tensors, nested or with dotted names.
 
@@ -98,7 +100,8 @@ def named_tensors(weights: Weights) -> dict[str, Tensor]:
     if isinstance(weights, nn.Module):
         # A tensor with two names is given under both, as in a state_dict.
         parameters = weights.named_parameters(remove_duplicate=False)
-        return {**dict(parameters), **dict(weights.named_buffers(remove_duplicate=False))}
+        buffers = weights.named_buffers(remove_duplicate=False)
+        return {_plain(name): tensor for name, tensor in (*parameters, *buffers)}
     if isinstance(weights, TensorDictBase):
         weights = weights.to_dict()
     if not isinstance(weights, Mapping):
@@ -106,9 +109,9 @@ def named_tensors(weights: Weights) -> dict[str, Tensor]:
     flat: dict[str, Tensor] = {}
     for name, value in weights.items():
         if isinstance(value, Tensor):
-            flat[name] = value
+            flat[_plain(name)] = value
         elif isinstance(value, Mapping):
-            flat.update({f"{name}.{inner}": tensor for inner, tensor in named_tensors(value).items()})
+            flat.update({_plain(f"{name}.{inner}"): tensor for inner, tensor in named_tensors(value).items()})
         else:
             raise TypeError(f"weights must be tensors, got {type(value).__name__} for {name!r}")
     return flat
@@ -122,10 +125,24 @@ def module_of(policy: Any) -> nn.Module | None:
         >>> module_of(functools.partial(layer.forward)) is layer
         True
     """
-    while isinstance(policy, functools.partial):
-        policy = policy.func
+    while isinstance(policy, functools.partial) or uncompiled(policy) is not policy:
+        policy = policy.func if isinstance(policy, functools.partial) else uncompiled(policy)
     owner = policy if isinstance(policy, nn.Module) else getattr(policy, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
+
+
+def uncompiled(policy: Any) -> Any:
+    """What `torch.compile` made a module or function of; anything else as it is.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> uncompiled(torch.compile(layer, backend="eager")) is layer
+        True
+    """
+    if isinstance(policy, nn.Module):
+        inner = policy._modules.get("_orig_mod")
+        return policy if inner is None else inner
+    return getattr(policy, "_torchdynamo_orig_callable", policy)
 
 
 def hides_weights(function: Any) -> bool:
@@ -184,3 +201,8 @@ def models_to_update(
     if weights_dict is not None:
         return dict(weights_dict)
     return {model_id: given[ways[0]]} if ways else {}
+
+
+def _plain(name: str) -> str:
+    """A name without the part that `torch.compile` puts into it."""
+    return name.replace("_orig_mod.", "")

@@ -20,9 +20,10 @@ from tensordict.nn import (
 from tensordict.nn.probabilistic import interaction_type
 from torch import distributions, nn
 
+from lit_collect.actors import TensorDictActor
 from lit_collect.envs.spaces import TreeSpec
 from lit_collect.lowering import lower
-from lit_collect.policies import LoweredTensorDictActor, TensorDictActor, make_actor
+from lit_collect.policies import make_actor
 
 N, STEPS = 5, 4
 EXPLORATIONS = ("random", "mode", "mean", "deterministic")
@@ -238,7 +239,8 @@ def test_lowered_actor_gives_what_tensordict_gives(name, exploration):
         exploration = "mode"  # a categorical has no mean: see below
     seen = observations(observation_spec)
     actor = make_actor(policy, observation_spec, action_spec, exploration=exploration, seed=0)
-    assert isinstance(actor, LoweredTensorDictActor)
+    assert isinstance(actor, TensorDictActor)
+    assert actor.lowered
     state = torch.get_rng_state()
     theirs = by_tensordict(policy, observation_spec, seen, exploration)
     torch.set_rng_state(state)
@@ -315,6 +317,7 @@ def test_what_is_left_alone_acts_as_tensordict_does(name, exploration):
     policy, seen = LEFT_ALONE[name](), observations(BOX)
     actor = make_actor(policy, BOX, DISCRETE, exploration=exploration, seed=0)
     assert isinstance(actor, TensorDictActor)
+    assert not actor.lowered
     state = torch.get_rng_state()
     theirs = by_tensordict(policy, BOX, seen, exploration)
     torch.set_rng_state(state)
@@ -329,5 +332,6 @@ def test_actor_that_needs_what_is_not_observed_is_left_to_tensordicts_error():
     policy = TensorDictModule(nn.Linear(4, 3), ["pixels"], ["action"])
     actor = make_actor(policy, BOX, VECTOR, exploration="random", seed=0)
     assert isinstance(actor, TensorDictActor)
+    assert not actor.lowered
     with pytest.raises(KeyError, match="pixels"):
         by_actor(actor, observations(BOX))
