@@ -3,26 +3,25 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 from tensordict import TensorDictBase
 from torch import nn
 
+from lit_collect import questions
 from lit_collect.backends import Backend, resolve_backend
-from lit_collect.background import Pump, Turn
 from lit_collect.budget import Budget
 from lit_collect.config import DeviceConfig, RolloutConfig, TrajectoryConfig, check_frames, refuse_later
+from lit_collect.devices import usable
 from lit_collect.envs.factories import EnvLike, resolve_env
-from lit_collect.errors import CollectorClosedError, second_to
-from lit_collect.frames import count_frames
-from lit_collect.gathering import make_gatherer
+from lit_collect.errors import second_to
 from lit_collect.hooks import Hooks, Output
-from lit_collect.messages import Execute
+from lit_collect.ledger import Ledger
 from lit_collect.profiling import ProfileConfig
 from lit_collect.publishing import Inlet
 from lit_collect.schemes import WeightReceiver, WeightSyncScheme
 from lit_collect.seeding import Placement, resolve_entropy
+from lit_collect.stream import Stream
 from lit_collect.supervisor import WorkerGroup
 from lit_collect.weights import Weights, models_to_update
 from lit_collect.worker import WorkerSpec
@@ -78,13 +77,15 @@ class Collector:
         hooks: Hooks | Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         refuse_later(trajectories=trajectories)
-        self._output = Output(Hooks.of(hooks), replay_buffer)
+        output = Output(Hooks.of(hooks), replay_buffer)
         source, backend = resolve_env(env), resolve_backend(backend)
-        copies = num_envs if num_envs is not None else source.num_envs or backend.num_collectors
+        copies = num_envs if num_envs is not None else source.copies(backend.num_collectors) or backend.num_collectors
         check_frames(frames_per_batch, total_frames, copies, copies)
-        self._place = seed if isinstance(seed, Placement) else Placement(entropy=resolve_entropy(seed))
+        storage = usable(devices.storage, "devices.storage")
+        place = seed if isinstance(seed, Placement) else Placement(entropy=resolve_entropy(seed))
         self._group = WorkerGroup(
-            WorkerSpec(source=source, policy=policy, rollout=rollout, num_envs=num_envs, place=self._place), backend
+            WorkerSpec(source=source, policy=policy, rollout=rollout, num_envs=num_envs, place=place, devices=devices),
+            backend,
         )
         self.num_envs = self._group.num_envs
         self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
@@ -95,15 +96,20 @@ class Collector:
             with second_to(error):
                 self._group.close()
             raise
-        says_nothing = num_envs is None and source.num_envs is None and self._place.default_envs is None
-        self._unbatched = says_nothing and self._group.ready.single and self.num_envs == 1
-        self._gatherer = make_gatherer(self._group, sync=backend.sync)
-        self._turn = Turn()
-        self._pump: Pump | None = None
+        says_nothing = num_envs is None and source.num_envs is None and place.default_envs is None
+        self._stream = Stream(
+            self._group,
+            output,
+            budget=self._budget,
+            frames_per_batch=frames_per_batch,
+            unbatched=says_nothing and self._group.ready.single and self.num_envs == 1,
+            storage=storage,
+            refresh=self._take_what_has_come,
+        )
+        self._ledger = Ledger(self._group, self._budget, place=place)
+        self._policy, self._replay_buffer = policy, replay_buffer
         self._inlet = Inlet()
         self._profile: ProfileConfig | None = None
-        self._restart = 0
-        self._closed = False
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Go on with the stream.
@@ -112,13 +118,13 @@ class Collector:
             BudgetSpentError: if no frames are left.
             CollectorClosedError: after `shutdown`.
         """
-        self._check_open()
+        self._stream.check_open()
         self._budget.check()
         return self
 
     def __next__(self) -> TensorDictBase:
         """The next batch; StopIteration when the budget is spent."""
-        if not self._closed and self.frames_left == 0:
+        if not self._stream.closed and self.frames_left == 0:
             raise StopIteration
         return self.collect()
 
@@ -148,6 +154,11 @@ class Collector:
     def frames_left(self) -> int | None:
         """Frames until the budget is spent, None without one."""
         return self._budget.left
+
+    @property
+    def budget(self) -> Budget:
+        """Frames that may be handed out, and were; who shares them with others may change that between batches."""
+        return self._budget
 
     @property
     def policy_version(self) -> int:
@@ -186,18 +197,11 @@ class Collector:
             FrameContractError: if an env or the policy broke the contract.
             RuntimeError: while frames are collected in the background.
         """
-        self._check_idle()
-        self._output.begin()
-        return self._output.finish(self.rollout())
+        return self._stream.collect()
 
     def rollout(self) -> TensorDictBase:
         """One batch without hooks, which nothing is done with; its frames count like any others."""
-        self._check_idle()
-        self._budget.check()
-        with self._turn.taken():
-            batch = self._next(None)
-        assert batch is not None
-        return batch
+        return self._stream.make()
 
     def start(self) -> None:
         """Collect in the background, into `replay_buffer`, until the budget is spent or `async_shutdown` is called.
@@ -209,19 +213,12 @@ class Collector:
             BudgetSpentError: if no frames are left.
             RuntimeError: if there is no `replay_buffer`, or it runs already.
         """
-        self._check_idle()
-        if self._output.sink is None:
-            raise RuntimeError("there is nothing to collect into : expected Collector(replay_buffer=...)")
-        self._budget.check()
-        self._group.publisher.begin()  # with the weights as they are now: they may be trained from here on
-        self._gatherer = make_gatherer(self._group, sync=False, earlier=self._gatherer)
-        sink, backend = self._output.finish, self._group.backend
-        self._pump = Pump(self._begin, self._next, sink=sink, turn=self._turn, backend=backend)
+        self._stream.start()
 
     @property
     def is_running(self) -> bool:
         """Whether frames are collected in the background."""
-        return self._pump is not None and self._pump.running
+        return self._stream.running
 
     def pause(self) -> AbstractContextManager[None]:
         """Collect nothing in the background inside of a ``with`` block.
@@ -229,10 +226,7 @@ class Collector:
         Raises:
             RuntimeError: if nothing is collected in the background.
         """
-        self._check_open()
-        if self._pump is None:
-            raise RuntimeError("nothing is collected in the background; call start() first")
-        return self._pump.paused()
+        return self._stream.paused()
 
     def async_shutdown(self) -> None:
         """The same as `shutdown`, which raises what went wrong in the background if no other call has."""
@@ -263,14 +257,14 @@ class Collector:
             KeyError: if there is no such model.
             TypeError: if the policy has no weights.
         """
-        self._check_open()
+        self._stream.check_open()
         if worker_ids is not None and self._group.backend.in_process:
             raise ValueError("worker_ids needs a backend with workers : the direct backend has none")
         workers = None if worker_ids is None else self._group.indices(worker_ids, "worker_ids")
         models = models_to_update(policy_or_weights, weights, policy, model_id, weights_dict)
         # a policy that acts here must not change meanwhile; other workers take weights between batches anyway
         here = self._group.backend.in_process or not self._group.publisher.knows(models)
-        with self._turn.taken() if here else nullcontext():
+        with self._stream.turn.taken() if here else nullcontext():
             self._group.publish(models, workers)
 
     def increment_version(self) -> None:
@@ -306,7 +300,7 @@ class Collector:
             schemes: where from, by model id.
             synchronize_weights: look at once.
         """
-        self._check_open()
+        self._stream.check_open()
         self._inlet.register(schemes)
         if synchronize_weights:
             self.receive_weights()
@@ -314,24 +308,14 @@ class Collector:
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: weights need no set-up. It is there for code that was written for TorchRL."""
 
-    def cascade_execute(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Read an attribute, or call a method, of what the workers hold.
-
-        Args:
-            path: begins with ``env`` or ``policy``, for instance ``env.envs[0].unwrapped.gravity``.
-            *args: of the method.
-            **kwargs: of the method.
-
-        Returns:
-            The values, one for each worker.
-
-        Raises:
-            ValueError: if the path is malformed.
-            AttributeError: if it leads nowhere.
-        """
-        self._check_open()
-        with self._turn.taken():
-            return self._group.ask_all(Execute(path=path, args=args, kwargs=kwargs))
+    # what the envs, the policy and the replay buffer hold; the methods stand in a file of their own
+    cascade_execute = questions.cascade_execute
+    map_fn = questions.map_fn
+    getattr_policy = questions.getattr_policy
+    getattr_env = questions.getattr_env
+    getattr_rb = questions.getattr_rb
+    get_model = questions.get_model
+    fake_tensordict = questions.fake_tensordict
 
     def enable_profile(
         self,
@@ -340,6 +324,8 @@ class Collector:
         num_rollouts: int = 3,
         warmup_rollouts: int = 1,
         save_path: str = "./collector_profile_{worker}.json",
+        record_shapes: bool = False,
+        profile_memory: bool = False,
         with_stack: bool = False,
     ) -> None:
         """Record the first rollouts of some workers as Chrome traces (see `ProfileConfig`).
@@ -348,8 +334,8 @@ class Collector:
             RuntimeError: if a batch was collected already.
             ValueError: if `num_rollouts` leaves nothing to record, or there is no such worker.
         """
-        self._check_open()
-        if self._budget.batches or self._pump is not None:
+        self._stream.check_open()
+        if self._stream.begun:
             raise RuntimeError("profiling begins with the first batch; call enable_profile before it is collected")
         self._profile = self._group.profile(
             ProfileConfig(
@@ -357,6 +343,8 @@ class Collector:
                 num_rollouts=num_rollouts,
                 warmup_rollouts=warmup_rollouts,
                 save_path=os.path.abspath(save_path),
+                record_shapes=record_shapes,
+                profile_memory=profile_memory,
                 with_stack=with_stack,
             )
         )
@@ -368,17 +356,17 @@ class Collector:
 
     def reset(self, index: int | None = None) -> None:
         """Leave the running episodes (of one env copy, or of all) and begin new ones with the next batch."""
-        self._check_open()
-        with self._turn.taken():
+        self._stream.check_open()
+        with self._stream.turn.taken():
             self._group.reset(index)
 
     def set_seed(self, seed: int) -> None:
         """Begin new episodes under a new seed with the next batch; what is collected already is dropped."""
-        self._check_open()
-        self._place = replace(self._place, entropy=resolve_entropy(seed))
-        with self._turn.taken():
-            self._gatherer.discard()
-            self._group.reseed(self._place, self._restart)
+        self._stream.check_open()
+        entropy = resolve_entropy(seed)
+        with self._stream.turn.taken():
+            self._stream.gatherer.discard()
+            self._ledger.reseed(entropy)
 
     def statistics(self) -> dict[str, Any]:
         """Counters as plain numbers. ``frames_stepped = frames_yielded + frames_pending + frames_dropped`` always.
@@ -387,35 +375,15 @@ class Collector:
         too old) are dropped; those of a batch that a worker died in are not known to have been stepped. Frames that
         wait to be handed out are pending. Seconds are those of the busiest worker.
         """
-        self._check_background()
-        with self._turn.taken():
-            stepped, pending = self._budget.before_resume + self._group.frames_stepped, self._gatherer.frames_pending
-            return {
-                "frames_stepped": stepped,
-                "frames_yielded": self._budget.yielded,
-                "frames_pending": pending,
-                "frames_dropped": stepped - self._budget.yielded - pending,
-                "batches": self._budget.batches,
-                "total_frames": self.total_frames,
-                "policy_version": self.policy_version,
-                **self._group.statistics(),
-                **self._gatherer.statistics(),
-            }
+        self._stream.check_background()
+        with self._stream.turn.taken():
+            return self._ledger.statistics(self._stream.gatherer)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, for ``weights_only=True``: counters, ids, versions and seeds. Asks no worker."""
-        self._check_background()
-        with self._turn.taken():
-            return {
-                "frames_stepped": self._budget.before_resume + self._group.frames_stepped,
-                "frames_yielded": self._budget.yielded,
-                "batches": self._budget.batches,
-                "policy_version": self.policy_version,
-                "trajectories": self._group.trajectories,
-                "warm_up_steps": self._group.warm_up_steps,
-                "entropy": self._place.entropy,
-                "restart": self._restart,
-            }
+        self._stream.check_background()
+        with self._stream.turn.taken():
+            return self._ledger.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another run was left: counters, versions and ids continue, episodes begin anew.
@@ -426,20 +394,10 @@ class Collector:
         Raises:
             ValueError: if the state was made with another number of env copies.
         """
-        self._check_idle()
-        if len(state["trajectories"]) != self.num_envs:
-            raise ValueError(
-                f"the state is of {len(state['trajectories'])} env copies, this collector has {self.num_envs}; "
-                f"use num_envs={len(state['trajectories'])}"
-            )
-        self._gatherer.discard()
-        stepped = max(state["frames_stepped"], self._budget.before_resume + self._group.frames_stepped)
-        self._budget.before_resume = stepped - self._group.frames_stepped
-        self._budget.yielded, self._budget.batches = state["frames_yielded"], state["batches"]
-        self._restart = state["restart"] + 1
-        self._place = replace(self._place, entropy=state["entropy"])
-        self._group.reseed(self._place, self._restart)
-        self._group.resume(state["trajectories"], state["warm_up_steps"], state["policy_version"])
+        self._stream.check_idle()
+        self._ledger.check(state)
+        self._stream.gatherer.discard()
+        self._ledger.load(state)
 
     def shutdown(self) -> None:
         """Close the envs and end the workers, within the backend's `shutdown_timeout_s` and a few seconds.
@@ -450,51 +408,8 @@ class Collector:
             WorkerFailedError: if an env raised in its `close`; all are closed all the same.
             CollectTimeoutError: if a hook or `replay_buffer` hangs in the background; the workers end all the same.
         """
-        if self._closed:
-            return
-        try:
-            if self._pump is not None:
-                self._pump.stop()
-        finally:  # hooks in the background may have used it until now
-            self._closed = True
-            try:
-                self._group.close()
-            finally:
-                self._gatherer.forget()
-                self._check_background()
+        self._stream.close()
 
-    def _next(self, timeout_s: float | None) -> TensorDictBase | None:
-        """One batch, None if there was none in time."""
+    def _take_what_has_come(self) -> None:
         if self._inlet:
             self.receive_weights()
-        while True:  # a short batch can be spent on resetting alone, and nobody can learn from it
-            batch = self._gatherer.collect(self.frames_per_batch, self.frames_left, timeout_s)
-            if batch is None:
-                return None
-            counted = count_frames(batch)
-            if counted:
-                self._budget.count(counted)
-                return batch[0] if self._unbatched else batch
-
-    def _begin(self) -> bool:
-        if self.frames_left != 0:
-            self._output.begin()
-        return self.frames_left != 0
-
-    def _check_background(self) -> None:
-        if self._pump is not None:
-            self._pump.check()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise CollectorClosedError("the collector is closed; build a new one")
-        self._check_background()
-
-    def _check_idle(self) -> None:
-        running = self.is_running  # before its error is looked for, which might come in between
-        self._check_open()
-        if running:
-            raise RuntimeError("frames are collected in the background; call async_shutdown() first")
-        if self._pump is not None:
-            self._pump = None
-            self._gatherer = make_gatherer(self._group, sync=self._group.backend.sync, earlier=self._gatherer)

@@ -5,7 +5,7 @@ Nothing here knows how a message travels.
 
 import builtins
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,6 +83,26 @@ class Execute:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Call a function with the env and the policy. Answered by `Done` with what it returns."""
+
+    what: str
+    """What that is, in words, such as "calling count"."""
+    fn: Callable[..., Any]
+    """Takes the `BatchedEnv`, the policy and the arguments."""
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fake:
+    """Show how a batch would look, without stepping an env. Answered by `Done` with a batch of zeros [n, T]."""
+
+    steps: int
+    """T."""
+
+
 @dataclass(frozen=True)
 class Profile:
     """Profile the next rollouts."""
@@ -95,7 +115,7 @@ class Close:
     """Close the envs and end."""
 
 
-Request = Collect | Reset | Reseed | Resume | Load | Describe | Execute | Profile | Close
+Request = Collect | Reset | Reseed | Resume | Load | Describe | Execute | Call | Fake | Profile | Close
 
 
 def doing(request: Request) -> str:
@@ -104,7 +124,10 @@ def doing(request: Request) -> str:
         return f"collecting {request.steps} steps"
     if isinstance(request, Execute):
         return f"executing {request.path}"
-    return {Reset: "resetting", Close: "closing", Describe: "looking for a model"}.get(type(request), "being told")
+    if isinstance(request, Call):
+        return request.what
+    others = {Reset: "resetting", Close: "closing", Describe: "looking for a model", Fake: "making a batch of zeros"}
+    return others.get(type(request), "being told")
 
 
 # --- replies ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _FIRST = re.compile(r"(?P<name>[^\W\d]\w*)")
@@ -36,9 +36,7 @@ def resolve(root: Mapping[str, Any], path: str) -> Any:
     first, *parts = _parse(path)
     name = path[: first.end()]
     if name not in root:
-        raise KeyError(
-            f"{path!r} leads nowhere : expected it to begin with one of {_nearest(name, root)}, got {name!r}"
-        )
+        raise KeyError(f"{path!r} leads nowhere : expected it to begin with one of {nearest(name, root)}, got {name!r}")
     here = root[name]
     for part in parts:
         reached = path[: part.start()]
@@ -98,7 +96,7 @@ def _attribute(here: Any, name: str, reached: str) -> Any:
         if hasattr(type(here), name):  # a property that failed: its own words say more
             raise
         raise AttributeError(
-            f"{reached!r} has no attribute {name!r} : expected one of its own, such as {_nearest(name, dir(here))}; "
+            f"{reached!r} has no attribute {name!r} : expected one of its own, such as {nearest(name, dir(here))}; "
             f"it is a {type(here).__name__}"
         ) from error
 
@@ -109,7 +107,7 @@ def _item(here: Any, key: int | str, reached: str) -> Any:
     except (KeyError, IndexError, TypeError) as error:
         kind = KeyError if isinstance(key, str) or isinstance(error, KeyError) else IndexError
         if isinstance(here, Mapping):
-            there = f"one of {_nearest(str(key), here)}"
+            there = f"one of {nearest(str(key), here)}"
         elif isinstance(here, Sequence):
             there = f"an index below {len(here)}"
         else:
@@ -117,7 +115,20 @@ def _item(here: Any, key: int | str, reached: str) -> Any:
         raise kind(f"{reached!r} has no item {key!r} : expected {there}; it is a {type(here).__name__}") from error
 
 
-def _nearest(name: str, names: Any) -> str:
-    """Those names that are public, the most similar ones first."""
+def first_name(path: str) -> str:
+    """The name that a path begins with.
+
+    Raises:
+        ValueError: if the path is malformed.
+
+    Example:
+        >>> first_name("spec.kwargs['size']")
+        'spec'
+    """
+    return _parse(path)[0]["name"]
+
+
+def nearest(name: str, names: Iterable[object]) -> str:
+    """Those names that are public, the most similar ones first, as text."""
     public = [str(one) for one in names if not str(one).startswith("_")]
     return ", ".join(difflib.get_close_matches(name, public, n=_SHOWN, cutoff=0.0)) or "none"

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any
 
 from lit_collect.backends.base import Backend, Channel, Deadline, Launcher, close_channels
+from lit_collect.devices import acting_copy, usable
 from lit_collect.errors import CollectorClosedError, CollectTimeoutError, WorkerDiedError, second_to
 from lit_collect.members import Member
 from lit_collect.messages import (
@@ -28,7 +29,7 @@ from lit_collect.messages import (
 )
 from lit_collect.profiling import ProfileConfig
 from lit_collect.publishing import Publisher
-from lit_collect.schemes import WeightSyncScheme
+from lit_collect.schemes import Pipe, WeightSyncScheme
 from lit_collect.seeding import Placement
 from lit_collect.weights import ModelShapes, Weights, named_tensors
 from lit_collect.worker import WorkerSpec
@@ -69,9 +70,13 @@ class WorkerGroup:
         self.members: list[Member] = []
         self.kept: deque[tuple[Member, Collected | Failed]] = deque()
         """Batches, and failures to make one, that arrived while something else was waited for."""
+        learned = spec.policy
+        if backend.in_process:
+            spec = replace(spec, policy=acting_copy(learned, usable(spec.devices.policy, "devices.policy")))
+        self._shared = backend.in_process and spec.policy is learned  # what the learner changes acts at once
         self.publisher = Publisher(
-            backend.scheme(),
-            None if backend.in_process else spec.policy,
+            Pipe() if backend.in_process and not self._shared else backend.scheme(),
+            None if self._shared else learned,
             num_workers=backend.num_collectors,
             describe=self._describe,
         )
@@ -268,7 +273,7 @@ class WorkerGroup:
 
     def publish(self, models: Mapping[str, Weights], workers: Sequence[int] | None) -> None:
         """Publish weights under the next version (see `Publisher.advance`)."""
-        if self.backend.in_process:
+        if self._shared:
             if models:
                 self.ask(self.members[0], Load({name: named_tensors(weights) for name, weights in models.items()}))
             models = {}

@@ -12,10 +12,14 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lit_collect.assembly import PRIVATE, Storage
-from lit_collect.config import RolloutConfig, nearest_multiples
+from lit_collect.config import DeviceConfig, RolloutConfig, nearest_multiples
+from lit_collect.devices import usable
 from lit_collect.envs.direct import DirectEnv
 from lit_collect.envs.factories import EnvSource
+from lit_collect.envs.vector import VectorEnvAdapter
+from lit_collect.envs.verify import VerifiedEnv
 from lit_collect.messages import (
+    Call,
     Close,
     Collect,
     Collected,
@@ -23,6 +27,7 @@ from lit_collect.messages import (
     Done,
     Execute,
     Failed,
+    Fake,
     Load,
     Profile,
     Progress,
@@ -35,7 +40,7 @@ from lit_collect.messages import (
     doing,
 )
 from lit_collect.paths import call, resolve
-from lit_collect.policies import RandomActor, make_actor
+from lit_collect.policies import Actor, RandomActor, make_actor
 from lit_collect.profiling import RolloutProfiler
 from lit_collect.rollout import RolloutRunner
 from lit_collect.schemes import WeightReceiver
@@ -57,6 +62,8 @@ class WorkerSpec:
     """Env copies of this rank, over all workers (None: what the env says, else one for each worker)."""
     place: Placement
     """Whose random numbers these are."""
+    devices: DeviceConfig = DeviceConfig()
+    """Where the policy acts."""
     restart: int = 0
     """How often these copies were begun anew."""
     index: int = 0
@@ -80,7 +87,7 @@ class WorkerSpec:
         Raises:
             ValueError: if the copies cannot be shared evenly, or a live env would have to leave this process.
         """
-        copies = self.num_envs or self.source.num_envs
+        copies = self.num_envs or self.source.copies(num_workers)
         if copies is not None and copies % num_workers:
             raise ValueError(
                 f"num_envs must be a multiple of num_collectors={num_workers}, got {copies}; "
@@ -170,6 +177,8 @@ class Worker:
             Resume: self._resume,
             Describe: lambda request: ModelShapes.of(self._model(request.model_id)),
             Execute: lambda request: call(self._names(), request.path, request.args, request.kwargs),
+            Call: self._call,
+            Fake: lambda request: self.runner.fake(request.steps),
             Profile: self._profile,
             Close: lambda request: self.close(),
         }
@@ -195,7 +204,7 @@ class Worker:
             num_envs=env.num_envs,
             observation_space=env.observation_spec.space,
             action_space=env.action_spec.space,
-            single=isinstance(env, DirectEnv),
+            single=isinstance(env.env if isinstance(env, VerifiedEnv) else env, DirectEnv),
             policy=None if module is None else ModelShapes.of(module),
             progress=self.progress,
         )
@@ -252,6 +261,10 @@ class Worker:
     def _profile(self, request: Profile) -> None:
         self._profiler = RolloutProfiler(request.config, self._spec.index)
 
+    def _call(self, request: Call) -> Any:
+        names = self._names()
+        return request.fn(names["env"], names["policy"], *request.args, **request.kwargs)
+
     def _names(self) -> dict[str, Any]:
         """What a path may begin with."""
         actor = self.runner.actor
@@ -286,13 +299,16 @@ def build_runner(spec: WorkerSpec) -> RolloutRunner:
     """
     default = spec.place.default_envs or 1
     default = -(-default // spec.num_workers) * spec.num_workers
-    share = (spec.num_envs or spec.source.num_envs or default) // spec.num_workers
+    share = (spec.num_envs or spec.source.copies(spec.num_workers) or default) // spec.num_workers
     env = spec.source.build(
         spec.num_envs,
         rollout=spec.rollout,
         default_copies=default,
         indices=range(spec.index * share, (spec.index + 1) * share) if spec.num_workers > 1 else None,
     )
+    vector = env.env if isinstance(env, VerifiedEnv) else env
+    if isinstance(vector, VectorEnvAdapter):
+        vector.device = usable(spec.devices.env, "devices.env")
     try:
         copies, place = env.num_envs * spec.num_workers, spec.place
         first = place.rank * copies + spec.index * env.num_envs
@@ -304,7 +320,11 @@ def build_runner(spec: WorkerSpec) -> RolloutRunner:
             env.action_spec,
             exploration=spec.rollout.exploration,
             seed=stream.seed,
+            compile_policy=spec.rollout.compile_policy,
+            first=env.first,
+            may_mask=env.may_mask,
         )
+        _place(actor, spec.devices)
         return RolloutRunner(
             env,
             actor,
@@ -313,10 +333,20 @@ def build_runner(spec: WorkerSpec) -> RolloutRunner:
             total_copies=copies * place.world_size,
             seeds=seeds,
             stream=stream,
-            warm_up=RandomActor(env.action_spec, stream.seed),
+            warm_up=RandomActor(env.action_spec, stream.seed, first=env.first, may_mask=env.may_mask),
             warm_up_steps=-(-spec.rollout.init_random_frames // (copies * place.world_size)),
             threads=spec.num_threads,
         )
     except BaseException:
         env.close()
         raise
+
+
+def _place(actor: Actor, devices: DeviceConfig) -> None:
+    """Move the policy of a worker to the device it acts on."""
+    device = usable(devices.policy, "devices.policy")
+    if device is None or isinstance(actor, RandomActor):
+        return
+    if actor.module is None:
+        raise TypeError("devices.policy needs a policy that can be moved : expected an nn.Module or a method of one")
+    actor.module.to(device)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lit_collect.paths import call, resolve
+from lit_collect.paths import call, first_name, nearest, resolve
 
 
 class Gearbox:
@@ -177,3 +177,25 @@ def test_call_refuses_arguments_for_what_cannot_be_called(args, kwargs, root):
 def test_call_lets_the_callees_own_error_through(root):
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'gear'"):
         call(root, "env.box.shift")
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("gears", "gears"), ("gears[0].x", "gears"), ("_box['a.b']", "_box"), ("größe.x", "größe")]
+)
+def test_first_name_is_what_a_path_begins_with(path, name):
+    assert first_name(path) == name
+
+
+@pytest.mark.parametrize("path", ["", "[0]", ".gears", "gears..x", "__class__", "gears.__class__", "gears x"])
+def test_first_name_of_what_is_no_path_is_refused(path):
+    with pytest.raises(ValueError, match=r"^path '.*' is (malformed|refused)"):
+        first_name(path)
+
+
+def test_nearest_shows_public_names_the_most_similar_first():
+    assert nearest("gaers", ["oil", "gears", "_gears", "by_name"]).startswith("gears, ")
+    assert nearest("gears", ["_gears"]) == "none"
+    assert len(nearest("gear", [f"gear{number}" for number in range(99)]).split(", ")) == 10

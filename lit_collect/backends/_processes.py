@@ -20,7 +20,7 @@ from lit_collect.backends._slots import SLOTS, InSlot, SlotReader, SlotWriter
 from lit_collect.backends._wire import Wire, dumps, loads
 from lit_collect.backends.base import Channel, Launcher
 from lit_collect.envs.factories import register_missing, registrations
-from lit_collect.messages import Collected, Done, Failed, Progress, Reply, Request
+from lit_collect.messages import Collected, Done, Failed, Progress, Reply, Request, doing
 from lit_collect.shared import SharedBlock
 from lit_collect.worker import WorkerSpec, run_worker
 
@@ -285,12 +285,14 @@ class _ProcessPort:
         self._wire = wire
         self._flag = board.integers(0, 1)
         self._progress = Progress()  # as of the last reply
+        self._doing = "starting"  # what the next reply is of
         self.storage = SlotWriter()
 
     def receive(self) -> Request:
         while True:
             try:
                 request: Request = self._wire.receive(_PATIENCE_S)
+                self._doing = doing(request)
                 return request
             except TimeoutError:
                 continue
@@ -312,7 +314,8 @@ class _ProcessPort:
         except (EOFError, TimeoutError):
             raise EOFError from None
         except Exception as error:  # something in it cannot travel
-            failed = Failed.of(error, "sending the answer", reply.progress)
+            kind = f", a {type(reply.value).__name__}" if isinstance(reply, Done) else ""
+            failed = Failed.of(error, f"sending the answer{kind}, after {self._doing}", reply.progress)
             self._wire.send(replace(failed, cause=None), _PATIENCE_S)
 
     def interrupted(self) -> bool:

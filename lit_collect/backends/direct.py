@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from lit_collect.backends.base import Backend, Channel, Launcher
-from lit_collect.messages import Failed, Progress, Reply, Request
+from lit_collect.messages import Close, Failed, Progress, Reply, Request
 from lit_collect.schemes import NoSync, WeightSyncScheme
 from lit_collect.worker import Worker, WorkerSpec
 
@@ -51,6 +51,7 @@ class _DirectChannel(Channel):
     def __init__(self, spec: WorkerSpec) -> None:
         self._requests: deque[Request] = deque()
         self._worker: Worker | None = None
+        self._answering = False
         try:
             self._worker = Worker(spec)
             self._first: Reply | None = self._worker.ready()
@@ -60,15 +61,29 @@ class _DirectChannel(Channel):
     def send(self, request: Request, timeout_s: float) -> None:
         if self._worker is None or self._worker.closed:
             raise EOFError
+        self._check_use(request)
         self._requests.append(request)
 
     def receive(self, timeout_s: float) -> Reply:
         if self._first is not None:
             first, self._first = self._first, None
             return first
+        self._check_use(self._requests[0] if self._requests else None)
         if self._worker is None or not self._requests:
             raise EOFError
-        return self._worker.answer(self._requests.popleft())
+        before, self._answering = self._answering, True
+        try:
+            return self._worker.answer(self._requests.popleft())
+        finally:
+            self._answering = before
+
+    def _check_use(self, request: Request | None) -> None:
+        """Nobody but a signal handler may use the worker while it is at something, and only to close it."""
+        if self._answering and not isinstance(request, Close):
+            raise RuntimeError(
+                "the collector was used by what it has called itself, an env, a policy or a function : expected use "
+                "between batches"
+            )
 
     def interrupt(self, wanted: bool) -> None:
         if wanted:  # nothing is in progress while somebody can ask: what has not begun need not begin

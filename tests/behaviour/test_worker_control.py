@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 from lit_collect import Collector, ProcessBackend, RolloutConfig, WorkerFailedError
@@ -285,6 +286,20 @@ def test_profile_is_written_by_shutdown_if_there_were_fewer_rollouts(tmp_path):
 
 
 @BOTH
+def test_profile_shows_shapes_memory_and_lines_if_they_are_wanted(backend, tmp_path):
+    net = nn.Linear(3, 2)
+    with make(backend, MAKERS, lambda observation: {"logits": net(observation)}) as collector:
+        wanted = {"record_shapes": True, "profile_memory": True, "with_stack": True}
+        collector.enable_profile(num_rollouts=2, save_path="trace.json", **wanted)
+        assert {name: getattr(collector.profile_config, name) for name in wanted} == wanted
+        for _ in range(2):
+            collector.collect()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert any("Input Dims" in event.get("args", {}) for event in events)
+    assert any(event["name"] == "[memory]" for event in events)
+
+
+@BOTH
 def test_profile_that_cannot_be_is_refused(backend):
     with make(backend, MAKERS) as collector:
         with pytest.raises(ValueError, match=r"num_rollouts must be more than profile\.warmup_rollouts=2, got 2"):
@@ -306,6 +321,34 @@ def test_profile_that_names_a_wrong_worker_profiles_none(tmp_path):
         for _ in range(3):
             collector.collect()
     assert os.listdir(tmp_path) == []
+
+
+# --- weights that are received ----------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "receive",
+    [
+        lambda collector, source: collector.receive_weights(source),
+        lambda collector, source: collector.receive_weights(policy=source),
+        lambda collector, source: collector.receive_weights(TensorDict.from_module(source)),
+        lambda collector, source: collector.receive_weights(dict(source.state_dict())),
+        lambda collector, source: collector.receive_weights(weights=source.state_dict()),
+        lambda collector, source: collector.receive_weights(source, model_id="policy"),
+    ],
+)
+def test_received_weights_may_come_in_every_form(backend, receive):
+    with make(backend, policy=ConstantPolicy(0.0, num_actions=2)) as collector:
+        receive(collector, ConstantPolicy(1.0))
+        assert collector.policy_version == 1
+        batch = collector.collect()
+        assert batch["action"].unique().tolist() == batch["collector", "policy_version"].unique().tolist() == [1]
+        with pytest.raises(ValueError, match="must be given in one way, got weights and policy"):
+            collector.receive_weights(weights=ConstantPolicy(1.0), policy=ConstantPolicy(1.0))
+        with pytest.raises(KeyError, match="there is no model 'critic'"):
+            collector.receive_weights(ConstantPolicy(1.0), model_id="critic")
+        assert collector.policy_version == 1
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
