@@ -3,7 +3,7 @@
 Legend: see `lit_collect.frames`. Returns are undiscounted sums of stored rewards in float64.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from time import perf_counter
 from typing import NamedTuple
@@ -14,91 +14,20 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchmetrics import Metric
 
-from lit_collect.frames import IS_INIT, MASK, NEXT_DONE, NEXT_REWARD, POLICY_VERSION, TRAJ_IDS, Key, valid_rows
+from lit_collect.episodes import (
+    EpisodeTotals,
+    Finished,
+    InfoTotals,
+    info_at,
+    info_means,
+    per_row,
+    per_row_or_none,
+    summarise,
+)
+from lit_collect.frames import IS_INIT, MASK, NEXT_DONE, NEXT_REWARD, POLICY_VERSION, TRAJ_IDS
 
 _ANY = -1  # instead of the id of a running trajectory: a new one begins
 _NONE = -2  # instead of it: nothing is known, as of a copy that was never seen
-
-
-class EpisodeTotals(NamedTuple):
-    """Sums and counts over episodes: what one rank has to tell the others. All are numbers; `summarise` joins them."""
-
-    episodes: float = 0
-    """Episodes that the sums are over."""
-    return_sum: float = 0
-    return_squares: float = 0
-    """Sum of squared distances from the mean return."""
-    return_min: float = float("inf")
-    return_max: float = float("-inf")
-    length_sum: float = 0
-    """Frames."""
-    ended: float = 0
-    """Episodes that ended in this interval."""
-    ended_total: float = 0
-    """Episodes that ended in all."""
-    running_sum: float = 0
-    """Sum of the returns so far of the episodes that have not ended."""
-    copies: float = 0
-    """Env copies."""
-
-    @classmethod
-    def of(cls, returns: Sequence[float], lengths: Sequence[int]) -> "EpisodeTotals":
-        """The totals of finished episodes.
-
-        Args:
-            returns: of each episode.
-            lengths: frames of the same episodes.
-        """
-        if not returns:
-            return cls()
-        total = sum(returns)
-        mean = total / len(returns)
-        return cls(
-            episodes=len(returns),
-            return_sum=total,
-            return_squares=sum([(value - mean) ** 2 for value in returns]),
-            return_min=min(returns),
-            return_max=max(returns),
-            length_sum=sum(lengths),
-            ended=len(returns),
-            ended_total=len(returns),
-        )
-
-
-def summarise(ranks: Sequence[EpisodeTotals]) -> dict[str, float]:
-    """Join the totals of all ranks, every episode counting equally.
-
-    Args:
-        ranks: at least one.
-
-    Returns:
-        ``return_mean``, ``return_min``, ``return_max``, ``return_std`` (of the population), ``length_mean`` in frames
-        and the integers ``count`` and ``count_total``. Before the first episode has ended only ``return_mean``: the
-        mean return so far of the running episodes. Nothing if there are no env copies either.
-
-    Example:
-        >>> summarise([EpisodeTotals.of([1.0, 3.0], [4, 6])])["return_std"]
-        1.0
-    """
-    episodes = sum(rank.episodes for rank in ranks)
-    if not episodes:
-        copies = sum(rank.copies for rank in ranks)
-        return {"return_mean": sum(rank.running_sum for rank in ranks) / copies} if copies else {}
-    mean = sum(rank.return_sum for rank in ranks) / episodes
-    squares = sum(
-        rank.return_squares + rank.episodes * (rank.return_sum / rank.episodes - mean) ** 2
-        for rank in ranks
-        if rank.episodes
-    )
-    return {
-        "return_mean": mean,
-        "return_min": min(rank.return_min for rank in ranks),
-        "return_max": max(rank.return_max for rank in ranks),
-        "return_std": (squares / episodes) ** 0.5,
-        "length_mean": sum(rank.length_sum for rank in ranks) / episodes,
-        "count": int(sum(rank.ended for rank in ranks)),
-        "count_total": int(sum(rank.ended_total for rank in ranks)),
-    }
 
 
 class EpisodeStatistics(Metric):
@@ -107,7 +36,10 @@ class EpisodeStatistics(Metric):
     A row with ``is_init`` begins an episode whatever came before, so an episode that was left without an end is not
     counted; nor is one that has lost rows (a batch that was too old). Where a batch marks its own edge truncated
     (``set_truncated``) the edge ends an episode here, too.
-    The metric stays on the CPU and never talks to other ranks: gather `totals` and join them by `summarise`.
+    Numbers that the env reports in its info and the batch holds (``RolloutConfig(info_keys=...)``) are taken from the
+    last row of each episode.
+    The metric stays on the CPU and never talks to other ranks: gather `totals` and `info_totals` and join them by
+    `summarise` and `info_means`.
 
     Args:
         window: number of last finished episodes that are summarised, at least 1.
@@ -129,6 +61,8 @@ class EpisodeStatistics(Metric):
 
     episodes: Tensor
     """[2, up to window] float64, returns and frames of the last finished episodes, in the order in which they ended."""
+    info: Tensor
+    """[K, up to window] float64, info values of the same episodes, named by `info_names`; NaN where unreported."""
     running: Tensor
     """[2, N] float64, returns and frames so far of each env copy's running episode; frames are NaN if it lost rows."""
     copies: Tensor
@@ -145,7 +79,12 @@ class EpisodeStatistics(Metric):
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
         self.window = window
+        self.info_names: tuple[str, ...] = ()
+        """The names of the last batch's info values."""
+        self.finished = Finished([], [], [], [])
+        """The episodes that ended in the last batch."""
         self.add_state("episodes", torch.zeros(2, 0, dtype=torch.float64), persistent=True)
+        self.add_state("info", torch.zeros(0, 0, dtype=torch.float64))  # not persistent: its names are no tensors
         self.add_state("running", torch.zeros(2, 0, dtype=torch.float64), persistent=True)
         self.add_state("copies", torch.zeros(0, dtype=torch.int64), persistent=True)
         self.add_state("ids", torch.zeros(0, dtype=torch.int64), persistent=True)
@@ -162,8 +101,9 @@ class EpisodeStatistics(Metric):
                 rows are those of the same env copies in every batch, and another N than before begins new episodes.
         """
         steps = batch.shape[-1]
-        done, first, mask = _rows(batch, NEXT_DONE), _rows_or_none(batch, IS_INIT), _rows_or_none(batch, MASK)
-        rewards = _rows(batch, NEXT_REWARD).ravel().astype(np.float64)
+        self.finished = Finished([], [], [], [])
+        done, first, mask = per_row(batch, NEXT_DONE), per_row_or_none(batch, IS_INIT), per_row_or_none(batch, MASK)
+        rewards = per_row(batch, NEXT_REWARD).ravel().astype(np.float64)
         if mask is not None:
             rewards[~mask.ravel()] = 0.0
             done = done & mask
@@ -178,10 +118,10 @@ class EpisodeStatistics(Metric):
         else:
             lengths = np.add.reduceat(mask.ravel(), starts, dtype=np.int64).tolist()
 
-        ids = None if first is None else _rows_or_none(batch, TRAJ_IDS)
+        ids = None if first is None else per_row_or_none(batch, TRAJ_IDS)
         slots = self._slots(len(done), ids, total_copies)
         so_far, frames = self.running.tolist()
-        open_ids = self.ids.tolist()
+        open_ids, copies = self.ids.tolist(), self.copies.tolist()
         finished = []
         for start, stop, part, length in zip(starts, stops, returns, lengths, strict=True):
             row, step = divmod(start, steps)
@@ -196,18 +136,20 @@ class EpisodeStatistics(Metric):
                 open_ids[copy] = int(ids[row, (stop - 1) % steps])
             if stop - 1 in last:
                 if frames[copy] == frames[copy]:
-                    finished.append(((stop - 1) % steps, so_far[copy], frames[copy]))
+                    ended = (so_far[copy], int(frames[copy]), copies[copy], stop - 1)
+                    finished.append(((stop - 1) % steps, ended))
                 so_far[copy] = frames[copy] = 0.0
                 open_ids[copy] = _ANY
         self.running = torch.from_numpy(np.array((so_far, frames)))
         self.ids = torch.tensor(open_ids)
         if finished:
             finished.sort(key=itemgetter(0))  # by time
-            self._finish(finished)
+            self.finished = Finished(*map(list, zip(*[ended for _, ended in finished], strict=True)))
+        self._take_up(info_at(batch, self.finished.rows))
 
     def compute(self) -> dict[str, float]:
-        """What `summarise` says of this rank alone: plain numbers."""
-        return summarise([self.totals()])
+        """What `info_means` and `summarise` say of this rank alone: plain numbers."""
+        return {**info_means([self.info_totals()]), **summarise([self.totals()])}
 
     def totals(self) -> EpisodeTotals:
         """The same as sums and counts, for `summarise`."""
@@ -220,21 +162,41 @@ class EpisodeStatistics(Metric):
             copies=len(so_far),
         )
 
+    def info_totals(self) -> dict[str, InfoTotals]:
+        """Sums and counts of the info values by name, for `info_means`."""
+        return {name: InfoTotals.of(values) for name, values in zip(self.info_names, self.info.numpy(), strict=True)}
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.info_names = ()
+        self.finished = Finished([], [], [], [])
+
     def begin_interval(self) -> None:
         """Let ``count`` begin at 0 again."""
         self.count_before = self.count_total  # states are replaced, never changed in place
         self._computed = None
 
-    def restore(self, returns: Sequence[float], lengths: Sequence[int], count_total: int) -> None:
+    def restore(
+        self,
+        returns: Sequence[float],
+        lengths: Sequence[int],
+        count_total: int,
+        info: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
         """Go on after episodes of an earlier run; the running episodes are forgotten.
 
         Args:
             returns: of its last episodes.
             lengths: frames of the same episodes.
             count_total: episodes that had ended.
+            info: values of the same episodes by name, NaN where the env reported none.
         """
         self.reset()
         self.episodes = torch.tensor([returns, lengths], dtype=torch.float64)[:, -self.window :]
+        self.info_names = tuple(info or ())
+        if info:
+            self.info = torch.tensor([list(values) for values in info.values()], dtype=torch.float64)[:, -self.window :]
         self.count_total = torch.tensor(count_total)
         self.begin_interval()
 
@@ -256,35 +218,20 @@ class EpisodeStatistics(Metric):
         places = {copy: place for place, copy in enumerate(known)}
         return [places[copy] for copy in copies]
 
-    def _finish(self, finished: list[tuple[int, float, float]]) -> None:
-        """Take up episodes as step, return and frames."""
-        new = np.array(finished).T[1:]
-        self.episodes = torch.from_numpy(np.concatenate((self.episodes.numpy(), new), 1)[:, -self.window :])
-        self.count_total = self.count_total + len(finished)
-
-
-def episode_returns(batch: TensorDictBase) -> tuple[Tensor, Tensor]:
-    """Return and length of padded whole episodes.
-
-    Args:
-        batch: [B, T] (or [T]), one episode a row, padding masked by ``("collector", "mask")``.
-
-    Returns:
-        returns: [B] float64.
-        lengths: [B] int64 frames.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> data = {"next": {"reward": torch.ones(2, 3, 1)}, "collector": {"mask": torch.ones(2, 3).bool()}}
-        >>> episode_returns(TensorDict(data, batch_size=[2, 3]))
-        (tensor([3., 3.], dtype=torch.float64), tensor([3, 3]))
-    """
-    rewards = batch[NEXT_REWARD].reshape(-1, batch.shape[-1]).double()
-    mask = valid_rows(batch)
-    if mask is None:
-        return rewards.sum(-1), torch.full((len(rewards),), rewards.shape[-1], device=rewards.device)
-    mask = mask.reshape(rewards.shape)
-    return rewards.masked_fill(~mask, 0.0).sum(-1), mask.sum(-1)
+    def _take_up(self, info: dict[str, np.ndarray]) -> None:
+        """Put the episodes that have just ended into the window, with their info values."""
+        if (names := tuple(info)) != self.info_names:
+            known = dict(zip(self.info_names, self.info, strict=True))
+            unknown = torch.full((self.episodes.shape[1],), float("nan"), dtype=torch.float64)
+            self.info = torch.stack([known.get(name, unknown) for name in names]) if names else torch.zeros(0, 0)
+            self.info_names = names
+        if self.finished.returns:
+            new = np.array((self.finished.returns, self.finished.lengths), np.float64)
+            self.episodes = torch.from_numpy(np.concatenate((self.episodes.numpy(), new), 1)[:, -self.window :])
+            self.count_total = self.count_total + len(self.finished.returns)
+            if names:
+                values = np.concatenate((self.info.numpy(), np.stack(list(info.values()))), 1)
+                self.info = torch.from_numpy(values[:, -self.window :])
 
 
 class Staleness(NamedTuple):
@@ -308,7 +255,7 @@ def staleness(batch: TensorDictBase, version: int) -> Staleness:
             do not count, nor do masked rows.
         version: the learner's when the batch is used.
     """
-    versions, mask = _rows(batch, POLICY_VERSION), _rows_or_none(batch, MASK)
+    versions, mask = per_row(batch, POLICY_VERSION), per_row_or_none(batch, MASK)
     if mask is not None:
         versions = versions[mask]
     lowest = int(versions.min()) if versions.size else -1
@@ -351,13 +298,3 @@ class Throughput:
         self._last = now, frames_total
         self.interval_s = now - then
         return (frames_total - frames) / self.interval_s if self.interval_s > 0 else None
-
-
-def _rows(batch: TensorDictBase, key: Key) -> np.ndarray:
-    """A column with one value a row, as [N, T]."""
-    return batch[key].cpu().numpy().reshape(-1, batch.shape[-1])
-
-
-def _rows_or_none(batch: TensorDictBase, key: Key) -> np.ndarray | None:
-    column = batch.get(key, None)
-    return None if column is None else column.cpu().numpy().reshape(-1, batch.shape[-1])

@@ -5,15 +5,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from lit_collect.metrics import (
-    EpisodeStatistics,
-    EpisodeTotals,
-    Staleness,
-    Throughput,
-    episode_returns,
-    staleness,
-    summarise,
-)
+from lit_collect.episodes import EpisodeTotals, episode_returns, summarise
+from lit_collect.metrics import EpisodeStatistics, Staleness, Throughput, staleness
 
 
 def batch_of(rewards, done, *, mask=None, first=None) -> TensorDict:

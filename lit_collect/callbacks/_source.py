@@ -21,6 +21,10 @@ class Collection(Protocol):
     total_frames: int
     """The budget over all ranks, -1 for none."""
 
+    @property
+    def hparams(self) -> Mapping[str, Any]:
+        """The settings as plain data."""
+
     def publish_in_between(self) -> None:
         """Publish changed weights while collectors go on; does nothing where they wait for the next batch anyway."""
 

@@ -1,8 +1,8 @@
 """`CollectionMonitor`: logs frames, episodes, times and evaluations of the collection."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -10,54 +10,15 @@ from lightning.pytorch.callbacks import Callback
 from tensordict import TensorDictBase
 from typing_extensions import override
 
+from lit_collect.callbacks._hints import Hints
+from lit_collect.callbacks._names import NAMES
+from lit_collect.callbacks._reports import COUNTS, SECONDS, Report, joined
 from lit_collect.callbacks._source import Collection, find_collection, gather_numbers
-from lit_collect.metrics import EpisodeStatistics, EpisodeTotals, Staleness, Throughput, episode_returns, staleness
-from lit_collect.metrics import summarise as summarise_episodes
+from lit_collect.episodes import EpisodeTotals, Finished, InfoTotals, episode_returns, info_means
+from lit_collect.episodes import summarise as summarise_episodes
+from lit_collect.metrics import EpisodeStatistics, Staleness, Throughput, staleness
 
-_NAMES: dict[str, dict[str, str]] = {
-    "lit": {},
-    "sb3": {
-        "collect/frames_total": "time/total_timesteps",
-        "episode/return_mean": "rollout/ep_rew_mean",
-        "episode/length_mean": "rollout/ep_len_mean",
-        "episode/count_total": "time/episodes",
-        "eval/return_mean": "eval/mean_reward",
-        "eval/length_mean": "eval/mean_ep_length",
-    },
-    "cleanrl": {
-        "collect/frames_total": "global_step",
-        "time/fps": "charts/SPS",
-        "episode/return_mean": "charts/episodic_return",
-        "episode/length_mean": "charts/episodic_length",
-        "eval/return_mean": "eval/episodic_return",
-        "eval/length_mean": "eval/episodic_length",
-    },
-}
 _SAVE_EVERY_S = 1.0  # loggers that keep rows in memory write them that often
-
-
-class _Report(NamedTuple):
-    """What one rank says: seconds since the last log, how old its rows were, how its workers are."""
-
-    env_s: float
-    policy_s: float
-    transfer_s: float
-    collect_s: float
-    weight_sync_s: float
-    busy_s: float
-    stale_total: float
-    stale_rows: float
-    stale_highest: float
-    stale_dropped: float
-    workers_alive: float
-    restarts: float
-    queue_fill: float
-
-
-_SECONDS = ("env_s", "policy_s", "transfer_s", "collect_s", "weight_sync_s", "busy_s")
-_COUNTS = ("stale_dropped", "workers_alive", "restarts", "queue_fill")
-_SUMS = ("stale_total", "stale_rows", "stale_dropped", "workers_alive", "restarts")  # over ranks; others: the largest
-_MEANS = ("busy_s", "queue_fill")
 
 
 class CollectionMonitor(Callback):
@@ -67,9 +28,13 @@ class CollectionMonitor(Callback):
     ``EarlyStopping`` can watch them: until the first episode has ended, ``episode/return_mean`` is the mean return so
     far of the running ones. Frames count steps of env copies, over all ranks and without action repeat; returns are
     undiscounted sums of stored rewards. ``time/fps`` includes training and evaluation, ``collect/fps`` does not.
+    Numbers of the env's info that ``RolloutConfig(info_keys=...)`` names are logged as ``episode/<name>``: the mean of
+    what the env reported at the ends of the same last episodes, from the first report on; ``success`` and
+    ``is_success`` as ``episode/success_rate``. One of our own names wins over an equal one of the env.
     Seconds are of the interval since the last log, the largest of all ranks; ``time/collector_idle`` is the part of it
     that workers did not spend in rollouts, the mean of all workers. Evaluations are logged by the module
-    (``eval/...``), for validation and test alike.
+    (``eval/...``), for validation and test alike. Where the trainer or the collectors stay idle, or no episode ends, it
+    says once what to change.
 
     Without a `CollectorDataModule` the callback does nothing.
 
@@ -91,17 +56,20 @@ class CollectionMonitor(Callback):
     def __init__(
         self, names: Literal["lit", "sb3", "cleanrl"] = "lit", *, window: int = 100, prog_bar: bool = True
     ) -> None:
-        if names not in _NAMES:
-            raise ValueError(f"monitor.names must be one of {tuple(_NAMES)}, got {names!r}")
+        if names not in NAMES:
+            raise ValueError(f"monitor.names must be one of {tuple(NAMES)}, got {names!r}")
         if window < 1:
             raise ValueError(f"monitor.window must be at least 1, got {window}")
         self.latest: dict[str, float] = {}
         """The last values under the names of ``"lit"``, whatever `names` is; a new dict with every log."""
         self.evaluations = 0
         """Evaluations that were logged."""
-        self._names = _NAMES[names]
+        self.episode_listeners: list[Callable[[TensorDictBase, Finished], None]] = []
+        """Called with each collected batch and the episodes that ended in it."""
+        self._names = NAMES[names]
         self._prog_bar = prog_bar
         self._episodes = EpisodeStatistics(window)
+        self._hints = Hints()
         self._count_total = 0  # episodes of all ranks
         self._is_first = True  # of all ranks
         self._source: Collection | None = None
@@ -118,6 +86,7 @@ class CollectionMonitor(Callback):
         self._detach()
         self._is_first = trainer.is_global_zero
         self._source = find_collection(trainer)
+        self._hints = Hints()
         if self._source is not None:
             self._source.rollout_listeners.append(self._see_batch)
             self._source.round_listeners.append(self._see_round)
@@ -169,6 +138,7 @@ class CollectionMonitor(Callback):
         return {
             "returns": self._episodes.episodes[0].tolist(),
             "lengths": self._episodes.episodes[1].tolist(),
+            "info": dict(zip(self._episodes.info_names, self._episodes.info.tolist(), strict=True)),
             "count_total": self._count_total,
         }
 
@@ -177,7 +147,8 @@ class CollectionMonitor(Callback):
         """Go on counting; episodes that were running begin anew."""
         self._count_total = state_dict["count_total"]
         if self._is_first:  # every rank is given the state of the first one, which counts for all
-            self._episodes.restore(state_dict["returns"], state_dict["lengths"], self._count_total)
+            info = state_dict.get("info", {})  # states of older versions have none
+            self._episodes.restore(state_dict["returns"], state_dict["lengths"], self._count_total, info)
 
     # --- listening ----------------------------------------------------------------------------------------------
 
@@ -186,6 +157,8 @@ class CollectionMonitor(Callback):
         self._episodes.update(batch, self._source.copies_total)
         self._staleness = self._staleness.joined(staleness(batch, self._source.policy_version))
         self._pending = True
+        for listener in self.episode_listeners:
+            listener(batch, self._episodes.finished)
 
     def _see_round(self, batch: TensorDictBase) -> None:
         self._rounds.append(torch.stack(episode_returns(batch)).cpu())  # frames are exact in float64, too
@@ -219,24 +192,29 @@ class CollectionMonitor(Callback):
         self._pending = False
         counts = self._source.statistics()
         spent, ages = self._spent(self._source.seconds), self._staleness
-        mine = [*self._episodes.totals(), *spent, *ages, *[counts[name] for name in _COUNTS]]
-        ranks = gather_numbers(trainer, mine)
-        split = len(EpisodeTotals._fields)
-        values = self._collected(self._source, _joined([_Report(*rank[split:]) for rank in ranks]))
-        episodes = summarise_episodes([EpisodeTotals(*rank[:split]) for rank in ranks])
+        info = self._episodes.info_totals()  # the same names on every rank
+        mine = [*self._episodes.totals(), *spent, *ages, *[counts[name] for name in COUNTS]]
+        split, end = len(EpisodeTotals._fields), len(mine)
+        ranks = gather_numbers(trainer, [*mine, *[number for totals in info.values() for number in totals]])
+        values = self._collected(self._source, joined([Report(*rank[split:end]) for rank in ranks]))
+        means = info_means(
+            [dict(zip(info, map(InfoTotals, rank[end::2], rank[end + 1 :: 2]), strict=True)) for rank in ranks]
+        )
+        episodes = {**means, **summarise_episodes([EpisodeTotals(*rank[:split]) for rank in ranks])}
         values.update({f"episode/{name}": value for name, value in episodes.items()})
         self._count_total = int(episodes.get("count_total", self._count_total))
         self._episodes.begin_interval()
         self._staleness = Staleness()
         self._publish(trainer, values)
+        self._hints.see(values)
 
     def _spent(self, seconds: Mapping[str, float]) -> list[float]:
         """Seconds since the last log, of each kind."""
         before, self._seconds = self._seconds, dict(seconds)
         # A counter that is lower than it was has begun anew, with a new collector.
-        return [now - before[name] if (now := seconds[name]) >= before[name] else now for name in _SECONDS]
+        return [now - before[name] if (now := seconds[name]) >= before[name] else now for name in SECONDS]
 
-    def _collected(self, source: Collection, spent: _Report) -> dict[str, float]:
+    def _collected(self, source: Collection, spent: Report) -> dict[str, float]:
         """The values that are not about episodes."""
         frames, version = source.frames_total, source.policy_version
         fresh, self._frames = frames - self._frames, frames
@@ -316,13 +294,3 @@ class CollectionMonitor(Callback):
 def _discard(listeners: list[Any], listener: Any) -> None:
     if listener in listeners:
         listeners.remove(listener)
-
-
-def _joined(ranks: list[_Report]) -> _Report:
-    """Of all ranks together: the longest times, all rows, all workers."""
-    if len(ranks) == 1:
-        return ranks[0]
-    columns = {name: [getattr(rank, name) for rank in ranks] for name in _Report._fields}
-    sums = {name: sum(columns[name]) for name in _SUMS}
-    means = {name: sum(columns[name]) / len(ranks) for name in _MEANS}
-    return _Report(**{**{name: max(column) for name, column in columns.items()}, **sums, **means})

@@ -132,7 +132,10 @@ class WithAnotherRank(SingleDeviceStrategy):
     def reduce(self, tensor, *args, **kwargs):
         if tensor.ndim < 2:  # the lengths of loaders
             return 2 * tensor
-        return tensor + torch.stack((torch.zeros_like(tensor[0]), tensor[0] + 1))
+        return self.all_gather(tensor[0])
+
+    def all_gather(self, tensor, *args, **kwargs):
+        return torch.stack((tensor, tensor + 1))
 
 
 def test_values_of_all_ranks_are_joined(known_data, learner, trainer_with) -> None:
@@ -177,7 +180,12 @@ def test_model_checkpoint_watches_the_return_from_the_first_batch_on(
     assert [round(score.item()) for score in checkpoint.best_k_models.values()] == [6, 6, 9, 9, 9, 9]
     assert checkpoint.best_model_path.endswith("step=3.ckpt")  # the first minibatch of the second batch
     saved = torch.load(checkpoint.best_model_path, weights_only=True)
-    assert saved["callbacks"]["CollectionMonitor"] == {"returns": [6, 12], "lengths": [6, 6], "count_total": 2}
+    assert saved["callbacks"]["CollectionMonitor"] == {
+        "returns": [6, 12],
+        "lengths": [6, 6],
+        "info": {},
+        "count_total": 2,
+    }
 
 
 def test_early_stopping_watches_the_return(known_data, learner, trainer_with) -> None:
@@ -201,7 +209,10 @@ def test_last_batch_is_logged_even_if_it_was_not_trained_on(known_data, learner,
     ("names", "expected"),
     [
         ("sb3", {"time/total_timesteps", "time/fps", "rollout/ep_rew_mean", "rollout/ep_len_mean", "eval/mean_reward"}),
-        ("cleanrl", {"global_step", "charts/SPS", "charts/episodic_return", "charts/episodic_length"}),
+        (
+            "cleanrl",
+            {"global_step", "charts/SPS", "charts/episodic_return", "charts/episodic_length", "eval/episodic_return"},
+        ),
     ],
 )
 def test_other_houses_names_stand_for_the_same_values(
@@ -307,7 +318,7 @@ def test_state_goes_on_counting(known_data, learner, trainer_with) -> None:
     monitor = CollectionMonitor(window=2)
     trainer_with(monitor).fit(learner, datamodule=known_data(batches=3))
     state = monitor.state_dict()
-    assert state == {"returns": [6, 12], "lengths": [6, 6], "count_total": 4}
+    assert state == {"returns": [6, 12], "lengths": [6, 6], "info": {}, "count_total": 4}
     other = CollectionMonitor()
     other.load_state_dict(state)
     trainer_with(other).fit(learner, datamodule=known_data(batches=2))
