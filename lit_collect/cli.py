@@ -1,18 +1,32 @@
-"""The command ``lit-collect fit|validate|test|predict``: LightningCLI with what collecting needs."""
+"""The command ``lit-collect fit|validate|test|predict|doctor|tune``: LightningCLI with what collecting needs."""
 
+import os
+import sys
 import traceback
 import warnings
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+import yaml  # type: ignore[import-untyped]  # its types are a package of their own
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 from lit_collect.callbacks import CollectionMonitor, FrameProgress, LearningCurve, WeightSync
+from lit_collect.errors import LitCollectError
 
+_DESCRIPTION = (
+    "Train, evaluate and play with what lit_collect collects: Lightning's command line, and two commands of its own."
+)
+_EPILOG = (
+    "Besides, 'lit-collect doctor --env ID' says what an env is, what is stored of it, how fast it is and what it does "
+    "wrong, and 'lit-collect tune --config CONFIG' measures which num_envs and backend make most frames per second. "
+    "Each has a --help of its own."
+)
 _ALWAYS_ON = {"weight_sync": WeightSync, "monitor": CollectionMonitor, "progress": FrameProgress}
 
 
@@ -35,6 +49,7 @@ class CollectorCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
+            parser_kwargs={"description": _DESCRIPTION, "epilog": _EPILOG},
             args=args,
             run=run,
         )
@@ -113,11 +128,85 @@ def summary(trainer: L.Trainer) -> list[str]:
     return lines
 
 
-def main(args: ArgsType = None) -> None:
-    """Entry point of ``lit-collect``."""
+def main(args: ArgsType = None) -> int:
+    """Entry point of ``lit-collect``.
+
+    Args:
+        args: command line arguments, or a config; None takes those of the process. Then the folder it is called in is
+            a place to import from, as with ``python -m``.
+
+    Returns:
+        The exit status.
+    """
     # Lightning 2.6 asks torch 2.13 a question in a deprecated way, at every start.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    if args is None and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    given = sys.argv[1:] if args is None else args
+    if isinstance(given, Sequence) and given and given[0] in _COMMANDS:
+        return _COMMANDS[given[0]](given[1:])
     CollectorCLI(args)
+    return 0
+
+
+class _NotRun(CollectorCLI):
+    """The command with everything instantiated, and its subcommand left alone."""
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+def _doctor(args: Sequence[str]) -> int:
+    from lit_collect.tools import doctor
+
+    return doctor.main(args)
+
+
+def _tune(args: Sequence[str]) -> int:
+    from lit_collect.tools import tune
+
+    parser = tune.parser()
+    given, rest = parser.parse_known_args(list(args))
+    before, after = _by_shape(rest)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # these are those of the process
+        try:
+            cli = _NotRun([*before, "fit", *after])
+            return tune.run(cli.datamodule, cli.model, given)
+        except (ValueError, TypeError) as error:
+            parser.error(str(error))
+        except LitCollectError as error:  # the env cannot be made, even to ask it for its spaces
+            print(f"lit-collect tune: {error}", file=sys.stderr)  # noqa: T201
+            return 1
+
+
+def _by_shape(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Arguments before and after the subcommand: a config that has a section for it belongs before it."""
+    before: list[str] = []
+    after: list[str] = []
+    rest = iter(args)
+    for argument in rest:
+        name, given, path = argument.partition("=")
+        words = [argument]
+        if name in ("--config", "-c"):
+            words = words if given else [argument, *islice(rest, 1)]
+            (before if _has_section(path or words[-1]) else after).extend(words)
+        else:
+            after += words
+    return before, after
+
+
+def _has_section(path: str) -> bool:
+    """Whether a config is one of the whole command, with settings of fit in a section of that name."""
+    try:
+        config = yaml.safe_load(Path(path).read_text())
+    except (OSError, ValueError, yaml.YAMLError):  # the parser says what is wrong with it
+        return False
+    return isinstance(config, dict) and "fit" in config
+
+
+_COMMANDS = {"doctor": _doctor, "tune": _tune}
 
 
 def _own_error(error: BaseException) -> BaseException:

@@ -137,7 +137,7 @@ def test_fit_of_a_module_without_specs(capsys):
 
 def test_command_that_is_not_to_run_builds_no_env():
     cli = CollectorCLI(args=BORING_RUN, run=False)
-    assert cli.datamodule.state_dict() == {"collector": None}
+    assert cli.datamodule.state_dict()["collector"] is None
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     assert len(cli.model.batches) == 3
 
@@ -319,3 +319,44 @@ def test_misspelt_option_is_refused(argument, config, capsys):
         main(["fit", f"--config={config}", argument])
     assert finished.value.code == 2
     assert argument.split("=")[0].rpartition(".")[2] in capsys.readouterr().err
+
+
+# --- the two commands of its own --------------------------------------------------------------------------------------
+
+
+def test_help_names_the_two_commands_of_its_own(capsys):
+    with pytest.raises(SystemExit) as finished:
+        main(["--help"])
+    assert finished.value.code in (0, None)
+    words = " ".join(capsys.readouterr().out.split())
+    assert "lit-collect doctor --env ID" in words
+    assert "lit-collect tune --config CONFIG" in words
+
+
+@pytest.mark.parametrize("command", ["doctor", "tune"])
+def test_command_of_its_own_is_found_on_the_command_line_of_the_process(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["lit-collect", command, "--help"])
+    with pytest.raises(SystemExit) as finished:
+        main()
+    assert finished.value.code == 0
+    assert f"lit-collect {command}" in capsys.readouterr().out
+
+
+def test_process_imports_from_the_folder_it_was_called_in(monkeypatch, tmp_path, capsys):
+    (tmp_path / "envs_of_this_folder.py").write_text("from lit_collect.testing import CountingEnv as make_env")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["lit-collect", "doctor", "--env=envs_of_this_folder.make_env", "--steps=16"])
+    assert main() == 0
+    assert "envs_of_this_folder.make_env" in capsys.readouterr().out
+
+
+def test_fit_ends_with_status_zero(config):
+    assert main(["fit", f"--config={config}"]) == 0
+
+
+def test_unknown_subcommand_is_refused(capsys):
+    with pytest.raises(SystemExit) as finished:
+        main(["train"])
+    assert finished.value.code == 2
+    assert "train" in capsys.readouterr().err
