@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_collect.backends import Backend, DirectBackend, ProcessBackend
-    from lit_collect.callbacks import CollectionMonitor, FrameProgress, LearningCurve, WeightSync
+    from lit_collect.callbacks import (
+        CollectionMonitor,
+        EpisodeLog,
+        EpisodeVideo,
+        FrameProgress,
+        LearningCurve,
+        WeightSync,
+    )
     from lit_collect.cli import CollectorCLI
     from lit_collect.collector import Collector
     from lit_collect.config import (
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
     from lit_collect.dataset import CollectorDataset, make_dataloader
     from lit_collect.envs.base import EnvFactory
     from lit_collect.envs.factories import GymEnvFactory
+    from lit_collect.envs.texts import decode_texts
+    from lit_collect.envs.vector_factory import VectorEnvFactory
     from lit_collect.errors import (
         BackendUnavailableError,
         BudgetSpentError,
@@ -38,14 +47,23 @@ if TYPE_CHECKING:
     from lit_collect.frames import check_batch
     from lit_collect.hooks import Hooks
     from lit_collect.policies import PolicyFactory, RandomPolicy
+    from lit_collect.sampling import masked_logits
     from lit_collect.schemes import NoSync, Pipe, SharedMemory, WeightReceiver, WeightSyncScheme
+    from lit_collect.successors import restore_successors
     from lit_collect.weights import WeightSnapshot
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "lit_collect.backends": ("Backend", "DirectBackend", "ProcessBackend"),
-    "lit_collect.callbacks": ("CollectionMonitor", "FrameProgress", "LearningCurve", "WeightSync"),
+    "lit_collect.callbacks": (
+        "CollectionMonitor",
+        "EpisodeLog",
+        "EpisodeVideo",
+        "FrameProgress",
+        "LearningCurve",
+        "WeightSync",
+    ),
     "lit_collect.cli": ("CollectorCLI",),
     "lit_collect.collector": ("Collector",),
     "lit_collect.hooks": ("Hooks",),
@@ -61,6 +79,8 @@ _HOMES = {
     "lit_collect.dataset": ("CollectorDataset", "make_dataloader"),
     "lit_collect.envs.base": ("EnvFactory",),
     "lit_collect.envs.factories": ("GymEnvFactory",),
+    "lit_collect.envs.texts": ("decode_texts",),
+    "lit_collect.envs.vector_factory": ("VectorEnvFactory",),
     "lit_collect.errors": (
         "BackendUnavailableError",
         "BudgetSpentError",
@@ -74,7 +94,9 @@ _HOMES = {
     ),
     "lit_collect.frames": ("check_batch",),
     "lit_collect.policies": ("PolicyFactory", "RandomPolicy"),
+    "lit_collect.sampling": ("masked_logits",),
     "lit_collect.schemes": ("NoSync", "Pipe", "SharedMemory", "WeightReceiver", "WeightSyncScheme"),
+    "lit_collect.successors": ("restore_successors",),
     "lit_collect.weights": ("WeightSnapshot",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -93,6 +115,8 @@ __all__ = [
     "DeviceConfig",
     "DirectBackend",
     "EnvFactory",
+    "EpisodeLog",
+    "EpisodeVideo",
     "EvaluationConfig",
     "FrameContractError",
     "FrameProgress",
@@ -111,6 +135,7 @@ __all__ = [
     "StaleDataError",
     "TrajectoryConfig",
     "UpdateConfig",
+    "VectorEnvFactory",
     "WeightReceiver",
     "WeightSnapshot",
     "WeightSync",
@@ -118,7 +143,10 @@ __all__ = [
     "WorkerDiedError",
     "WorkerFailedError",
     "check_batch",
+    "decode_texts",
     "make_dataloader",
+    "masked_logits",
+    "restore_successors",
 ]
 
 

@@ -51,6 +51,7 @@ def test_config_trains(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         "fit",
         f"--config={path}",
         f"--data.total_frames={frames}",
+        "--data.updates.epochs=1",  # over a batch: more of the same
         "--trainer.max_epochs=1",
         f"--trainer.default_root_dir={Path.cwd()}",
     )
