@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from lit_collect.policies import PolicyFactory, RandomPolicy
     from lit_collect.sampling import masked_logits
     from lit_collect.schemes import NoSync, Pipe, SharedMemory, WeightReceiver, WeightSyncScheme
+    from lit_collect.seeding import Placement
     from lit_collect.successors import restore_successors
     from lit_collect.weights import WeightSnapshot
 
@@ -96,6 +97,7 @@ _HOMES = {
     "lit_collect.policies": ("PolicyFactory", "RandomPolicy"),
     "lit_collect.sampling": ("masked_logits",),
     "lit_collect.schemes": ("NoSync", "Pipe", "SharedMemory", "WeightReceiver", "WeightSyncScheme"),
+    "lit_collect.seeding": ("Placement",),
     "lit_collect.successors": ("restore_successors",),
     "lit_collect.weights": ("WeightSnapshot",),
 }
@@ -126,6 +128,7 @@ __all__ = [
     "LitCollectError",
     "NoSync",
     "Pipe",
+    "Placement",
     "PolicyFactory",
     "ProcessBackend",
     "RandomPolicy",

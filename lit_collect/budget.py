@@ -57,3 +57,11 @@ class Budget:
         """One more batch of so many frames."""
         self.yielded += frames
         self.batches += 1
+
+    def limit(self, frames: int) -> None:
+        """Let only so many more be handed out."""
+        self.total = self.yielded + frames
+
+    def take_back(self, frames: int) -> None:
+        """So many frames of the last batch are not used: they were not handed out, but dropped."""
+        self.yielded -= frames

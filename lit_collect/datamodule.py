@@ -1,23 +1,20 @@
 """`CollectorDataModule`: collected frames as ordinary Lightning data."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from time import perf_counter
 from typing import Any, TypeVar
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS
-from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from typing_extensions import override
 
 from lit_collect.backends import Backend, resolve_backend
-from lit_collect.callbacks._source import find_callback
-from lit_collect.callbacks.budget import FrameBudget
+from lit_collect.callbacks._source import find_callback, gather_numbers
 from lit_collect.callbacks.weight_sync import WeightSync
 from lit_collect.collector import Collector
 from lit_collect.config import (
@@ -35,7 +32,17 @@ from lit_collect.envs.factories import EnvLike, resolve_env
 from lit_collect.envs.probe import SpaceProbe
 from lit_collect.envs.spaces import describe_space
 from lit_collect.errors import BudgetSpentError
-from lit_collect.evaluation import EvaluationLoader, Evaluator
+from lit_collect.evaluation import Evaluations
+from lit_collect.learner import (
+    add_callbacks,
+    hide_loaders,
+    initialise_lazy,
+    policy_of,
+    prepared,
+    required_policy,
+    restore_batch_size,
+)
+from lit_collect.ranks import SharedBudget
 from lit_collect.seeding import Placement, Stage, resolve_entropy
 
 C = TypeVar("C")
@@ -54,7 +61,12 @@ class CollectorDataModule(L.LightningDataModule):
     The policy is the LightningModule's ``policy`` attribute (or what its ``collector_policy()`` returns), unless one
     is given. If the module defines ``prepare_rollout(batch) -> batch``, it sees each whole batch once, on the
     trainer's device, in its precision and without gradients. If it defines ``configure_spaces(observation_spec,
-    action_spec)``, it is told both specs when the data module sets up, to build its networks from.
+    action_spec)``, it is told both specs when the data module sets up, to build its networks from. A policy with lazy
+    layers then acts once, in an env copy that is made for that, so that all layers know their shapes before any
+    strategy wraps them.
+
+    With several ranks each has env copies and frames of its own, `total_frames` is the budget of them all, and all of
+    them train on equally many batches and minibatches, also where some get on more slowly.
 
     Args:
         env: a Gymnasium id, a dotted import path, a callable, an `EnvFactory`, a sequence of these (one for each
@@ -68,7 +80,7 @@ class CollectorDataModule(L.LightningDataModule):
         trajectories: whole trajectories instead of a fixed number of frames (not in this version).
         replay: a replay buffer in between (not in this version).
         devices: where things live.
-        evaluation: episodes of a validation or test run; None for none.
+        evaluation: episodes of a validation or test run, on each rank; None for none.
         backend: where frames are collected.
         batches_per_epoch: collected batches in one epoch. None takes the whole budget (1000 if there is none).
         seed: reproduces the data; None takes the one of `seed_everything`, else a fresh one.
@@ -106,8 +118,9 @@ class CollectorDataModule(L.LightningDataModule):
         updates, rollout = _config(UpdateConfig, updates), _config(RolloutConfig, rollout)
         evaluation = _config(EvaluationConfig, evaluation)
         self._source = resolve_env(env)
-        self._num_envs = num_envs if num_envs is not None else self._source.num_envs
         self._backend = resolve_backend(backend)
+        said = self._source.copies(self._backend.num_collectors)
+        self._num_envs = num_envs if num_envs is not None else said
         self._default_envs = -(-_DEFAULT_ENVS // self._backend.num_collectors) * self._backend.num_collectors
         known = self._num_envs if self._num_envs is not None else self._default_envs if isinstance(env, str) else 1
         check_frames(frames_per_batch, total_frames, known, known)
@@ -123,19 +136,25 @@ class CollectorDataModule(L.LightningDataModule):
         rollouts (mean of the workers), on waiting for batches, on publishing weights."""
         self._policy = policy
         self._rollout, self._updates, self._devices = rollout, updates, devices
-        self._evaluation = None if self._source.live else evaluation
         self._entropy = resolve_entropy(seed) if seed is not None else None
         self._probe = SpaceProbe(self._source)
         self._collector: Collector | None = None
+        self._budget = SharedBudget(total=total_frames)
         self._state: dict[str, Any] | None = None  # of the collector that was or is to come
         self._statistics: dict[str, Any] = {}  # of the collector that was
         self._beginning: dict[str, Any] = {}  # the state of a collector that has done nothing yet
-        self._evaluators: dict[Stage, Evaluator] = {}
-        self._stream = CollectorDataset(self, batches_per_epoch=batches_per_epoch, updates=updates)
-        if self._evaluation is None:
-            for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
-                if getattr(type(self), name) is getattr(CollectorDataModule, name):  # a subclass may bring its own
-                    setattr(self, name, None)  # to Lightning: not defined
+        self._evaluations: Evaluations | None = None
+        if evaluation is not None and not self._source.live:
+            self._evaluations = Evaluations(
+                self._source,
+                evaluation,
+                rollout=rollout,
+                policy=self._acting_policy,
+                listeners=self.round_listeners,
+            )
+        self._stream = CollectorDataset(self, batches_per_epoch=batches_per_epoch, updates=updates, agree=self._most)
+        if self._evaluations is None:
+            hide_loaders(self, CollectorDataModule)
         self.save_hyperparameters(
             {
                 "env": self._source.description,
@@ -166,7 +185,7 @@ class CollectorDataModule(L.LightningDataModule):
     @property
     def frames_total(self) -> int:
         """Frames handed out so far, over all ranks."""
-        return self._yielded * self._world_size
+        return self._budget.yielded
 
     @property
     def copies_total(self) -> int | None:
@@ -180,9 +199,8 @@ class CollectorDataModule(L.LightningDataModule):
 
     @property
     def frames_left(self) -> int | None:
-        """Frames of this rank until the budget is spent, None without one."""
-        # a checkpoint may be of a larger budget
-        return None if self.total_frames == -1 else max(self.frames_budget - self._yielded, 0)
+        """Frames until the budget is spent, as many as any rank has left; None without one."""
+        return self._budget.share(0, self._world_size)
 
     @property
     def progress(self) -> float:
@@ -192,7 +210,9 @@ class CollectorDataModule(L.LightningDataModule):
     @property
     def policy_version(self) -> int:
         """Version of the weights that act."""
-        return self._counter("policy_version")
+        if self._collector is not None:
+            return self._collector.policy_version
+        return 0 if self._state is None else int(self._state["policy_version"])
 
     def statistics(self) -> dict[str, Any]:
         """The collector's counters (see `Collector.statistics`), also after a fit; empty before the first batch."""
@@ -219,21 +239,24 @@ class CollectorDataModule(L.LightningDataModule):
         Raises:
             TypeError: if the trainer is of the package ``pytorch_lightning``.
         """
-        if trainer is not None and not isinstance(trainer, L.Trainer):
-            raise TypeError(
-                f"CollectorDataModule needs a Trainer of the package lightning, got {type(trainer).__module__}."
-                f"{type(trainer).__name__}; use `import lightning as L` and `L.Trainer`"
-            )
-        self._trainer = trainer
         if trainer is not None:
-            self._add_callbacks(trainer)
+            add_callbacks(trainer, self._stream)
+        self._trainer = trainer
 
     @override
     def setup(self, stage: str) -> None:
-        """Tell a module that wants to know about the spaces, before any callback sets up."""
-        configure = getattr(None if self.trainer is None else self.trainer.lightning_module, "configure_spaces", None)
+        """Tell a module that wants to know about the spaces, and initialise lazy layers of the policy.
+
+        Callbacks set up later, and find a finished module.
+        """
+        module = None if self.trainer is None else self.trainer.lightning_module
+        configure = getattr(module, "configure_spaces", None)
         if configure is not None:
             configure(self.observation_spec, self.action_spec)
+        policy = policy_of(module) if self._policy is None else self._policy
+        if stage == "fit" and policy is not None:  # else the module has yet to build it
+            place = self._place("train")
+            initialise_lazy(policy, module, source=self._source, rollout=self._rollout, place=place)
 
     @override
     def train_dataloader(self) -> CollectorLoader:
@@ -260,23 +283,21 @@ class CollectorDataModule(L.LightningDataModule):
         """Give TensorDicts back the batch size that some precision plugins take from them, then ask the module."""
         if self.trainer is None:
             return batch
-        dims = self._stream.batch_dims if self.trainer.training else 2
-        if isinstance(batch, TensorDictBase):
-            batch = _restore_batch_size(batch, dims)
-        else:  # of a CombinedLoader
-            batch = apply_to_collection(batch, TensorDictBase, _restore_batch_size, dims)
+        batch = restore_batch_size(batch, self._stream.batch_dims if self.trainer.training else 2)
         return self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Counters, ids, versions and seeds as plain data."""
+        """Counters, ids, versions and seeds as plain data; talks to no worker and no other rank."""
         # Not empty even before the first batch: Lightning hands back only what is there, also to the runs of a tuner.
-        return {"collector": self._state if self._collector is None else self._collector.state_dict()}
+        collector = self._state if self._collector is None else self._collector.state_dict()
+        return {"collector": collector, "budget": self._budget.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where another run was left (see `Collector.load_state_dict`)."""
         self._state = state_dict["collector"]
+        self._budget.load_state_dict(state_dict["budget"])
         if self._collector is not None:
             self._go_on_from(self._collector, self._beginning if self._state is None else self._state)
 
@@ -306,13 +327,15 @@ class CollectorDataModule(L.LightningDataModule):
         began = perf_counter()
         collector = self._started()
         self._publish(collector)
-        batch = collector.collect()
+        batch = self._budget.collect(
+            collector, rank=self._place("train").rank, ranks=self._world_size, gather=self._gather
+        )
         statistics = collector.statistics()
         self.seconds.update({name: statistics[name] for name in ("env_s", "policy_s", "transfer_s", "busy_s")})
         self.seconds["collect_s"] += perf_counter() - began
         for listener in self.rollout_listeners:
             listener(batch)
-        return self._prepared(batch)
+        return batch if self.trainer is None else prepared(batch, self.trainer)
 
     def publish_in_between(self) -> None:
         """Publish changed weights now if workers go on while the learner learns (see `WeightSync`)."""
@@ -322,10 +345,9 @@ class CollectorDataModule(L.LightningDataModule):
     def close(self) -> None:
         """Close all envs; may be called again."""
         collector, self._collector = self._collector, None
-        evaluators, self._evaluators = self._evaluators, {}
         with ExitStack() as closing:  # whatever one of them raises, all are closed
-            for evaluator in evaluators.values():
-                closing.callback(evaluator.close)
+            if self._evaluations is not None:
+                closing.callback(self._evaluations.close)
             closing.callback(self._probe.close)
             if collector is not None:
                 closing.callback(collector.shutdown)
@@ -362,7 +384,7 @@ class CollectorDataModule(L.LightningDataModule):
             raise SIGTERMException
 
     def _go_on_from(self, collector: Collector, state: dict[str, Any]) -> None:
-        collector.load_state_dict(state)
+        collector.load_state_dict(self._budget.placed(state, self._world_size))
         if (sync := self._weight_sync) is not None:
             sync.mark_changed()  # nobody watched the weights between that state and now
 
@@ -373,85 +395,36 @@ class CollectorDataModule(L.LightningDataModule):
             collector.update_policy_weights_()
             self.seconds["weight_sync_s"] += perf_counter() - began
 
-    def _prepared(self, batch: TensorDictBase) -> TensorDictBase:
-        if self.trainer is None:
-            return batch
-        device = self.trainer.strategy.root_device
-        batch = batch if batch.device == device else batch.to(device)
-        prepare = getattr(self.trainer.lightning_module, "prepare_rollout", None)
-        if prepare is None:
-            return batch
-        batch = _restore_batch_size(self.trainer.precision_plugin.convert_input(batch), batch.batch_dims)
-        with torch.no_grad():
-            prepared = prepare(batch)
-        if not isinstance(prepared, TensorDictBase):
-            raise TypeError(f"prepare_rollout must return the batch as a TensorDict, got {type(prepared).__name__}")
-        return prepared
-
     def _acting_policy(self) -> Any:
-        """The policy given, else the module's.
-
-        Raises:
-            TypeError: if there is neither.
-        """
-        if self._policy is not None:
-            return self._policy
+        """The policy given, else the module's."""
         module = None if self.trainer is None else self.trainer.lightning_module
-        make_policy = getattr(module, "collector_policy", None)
-        policy = getattr(module, "policy", None) if make_policy is None else make_policy()
-        if policy is None:
-            owner = "the LightningModule, fitted with datamodule=..." if module is None else type(module).__name__
-            raise TypeError(
-                f"there is no policy to act with : expected an attribute `policy` or a method `collector_policy` of "
-                f"{owner}, or CollectorDataModule(policy=...)"
-            )
-        return policy
+        return required_policy(module) if self._policy is None else self._policy
+
+    def _gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        return [list(numbers)] if self.trainer is None else gather_numbers(self.trainer, numbers)
+
+    def _most(self, count: int) -> int:
+        """The largest count of all ranks."""
+        return int(max(numbers[0] for numbers in self._gather([count])))
 
     def _rounds(self, stage: Stage) -> EVAL_DATALOADERS:
-        if self._evaluation is None:
-            return []
-        if stage not in self._evaluators:
-            self._evaluators[stage] = Evaluator(
-                self._source,
-                self._evaluation,
-                rollout=self._rollout,
-                policy=self._acting_policy,
-                place=self._place(stage),
-            )
-        return EvaluationLoader(self._evaluators[stage], self.round_listeners)
+        return [] if self._evaluations is None else self._evaluations.loader(self._place(stage))
 
     def _place(self, stage: Stage) -> Placement:
         if self._entropy is None:
             self._entropy = resolve_entropy(None)
-        entropy = self._entropy
-        if stage != "train" and self._evaluation is not None and self._evaluation.seed is not None:
-            entropy = self._evaluation.seed
         rank = 0 if self.trainer is None else self.trainer.global_rank
         return Placement(
-            entropy=entropy, stage=stage, rank=rank, world_size=self._world_size, default_envs=self._default_envs
+            entropy=self._entropy,
+            stage=stage,
+            rank=rank,
+            world_size=self._world_size,
+            default_envs=self._default_envs,
         )
 
     @property
     def _world_size(self) -> int:
         return 1 if self.trainer is None else self.trainer.world_size
-
-    @property
-    def _yielded(self) -> int:
-        return self._counter("frames_yielded")
-
-    def _counter(self, name: str) -> int:
-        if self._collector is not None:
-            return self._collector.statistics()[name]
-        return 0 if self._state is None else self._state[name]
-
-    def _add_callbacks(self, trainer: L.Trainer) -> None:
-        for kind in (WeightSync, FrameBudget):
-            if find_callback(trainer, kind) is None:
-                # before the checkpoint callbacks, which Lightning keeps last
-                trainer.callbacks.insert(0, kind())  # type: ignore[attr-defined]
-        budget = find_callback(trainer, FrameBudget)
-        assert budget is not None
-        budget.stream = self._stream
 
     @property
     def _weight_sync(self) -> WeightSync | None:
@@ -461,8 +434,3 @@ class CollectorDataModule(L.LightningDataModule):
 def _config(kind: Callable[..., C], value: Any) -> C:
     """A group of settings; saved hyperparameters hold it as a mapping."""
     return kind(**value) if isinstance(value, Mapping) else value
-
-
-def _restore_batch_size(batch: TensorDictBase, dims: int) -> TensorDictBase:
-    """Give a batch back the size that some precision plugins take from it."""
-    return batch if batch.batch_size else batch.auto_batch_size_(batch_dims=dims)

@@ -1,6 +1,6 @@
 """Collected batches as what a Trainer or a plain loop iterates over: sized, without look-ahead, never restarted."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +41,8 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         source: a `Collector`, or what else hands out whole batches.
         batches_per_epoch: collected batches in one epoch; None: the whole budget (1000 if there is none).
         updates: passes and minibatches made of each collected batch.
+        agree: gives the largest of a number over all ranks, each of which must call it; without it ranks whose batches
+            differ in size may make different numbers of minibatches.
 
     Raises:
         ValueError: if `batches_per_epoch` is below 1.
@@ -59,12 +61,14 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         *,
         batches_per_epoch: int | None = None,
         updates: UpdateConfig = UpdateConfig(),
+        agree: Callable[[int], int] = int,
     ) -> None:
         if batches_per_epoch is not None and batches_per_epoch < 1:
             raise ValueError(f"batches_per_epoch must be at least 1 or None, got {batches_per_epoch}")
         self._source = source
         self._batches_per_epoch = batches_per_epoch
         self._updates = updates
+        self._agree = agree
         self.batch_dims = 1  # of what is handed out
         self._delivered = 0  # minibatches of the running epoch, the one in the user's hands included
         self._resumed_at = 0  # minibatches of the coming epoch that an earlier run delivered
@@ -122,10 +126,14 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         begun = self._delivered % self._pieces(self._source.frames_per_batch)  # not 0 only after a resume
         while True:
             batch = self._source.collect()
-            pieces = self._pieces(batch.numel())
+            # what the length promised: masked rows count, nobody knows them beforehand
+            cuts = self._cuts(batch.numel())
+            if self._updates.minibatch_size is not None:
+                cuts = self._agree(cuts)
+            pieces = self._updates.epochs * cuts
             begun = min(begun, pieces - 1)  # a shorter batch has fewer, and one of them must be used
             self._pending = pieces - begun
-            for piece in self._cut(batch, begun):
+            for piece in self._cut(batch, cuts, begun):
                 self._delivered += 1
                 self._pending -= 1
                 self.batch_dims = piece.batch_dims
@@ -142,10 +150,9 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         size = self._updates.minibatch_size
         return 1 if size is None else -(-frames // size)
 
-    def _cut(self, batch: TensorDictBase, begun: int) -> Iterator[TensorDictBase]:
-        """The minibatches of one batch, from the one numbered `begun` on."""
+    def _cut(self, batch: TensorDictBase, cuts: int, begun: int) -> Iterator[TensorDictBase]:
+        """The minibatches of one batch, `cuts` of them in each pass, from the one numbered `begun` on."""
         updates = self._updates
-        cuts = self._cuts(batch.numel())  # what the length promised: masked rows count, nobody knows them beforehand
         rows = None if updates.minibatch_size is None else flatten_rows(batch)
         for number in range(begun // cuts, updates.epochs):
             skip = begun % cuts if number == begun // cuts else 0

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from lit_collect.config import EvaluationConfig, RolloutConfig
 from lit_collect.envs.factories import EnvSource
 from lit_collect.frames import MASK, NEXT_DONE
 from lit_collect.rollout import RolloutRunner
-from lit_collect.seeding import Placement
+from lit_collect.seeding import Placement, Stage
 from lit_collect.worker import WorkerSpec, build_runner
 
 _CHUNK = 32  # steps between two looks whether every copy has finished
@@ -44,7 +45,8 @@ class Evaluator:
         policy: Callable[[], Any],
         place: Placement,
     ) -> None:
-        self._source = source
+        self.source = source
+        self.place = place
         self._config = config
         self._rollout = RolloutConfig(
             max_frames_per_traj=config.max_frames if config.max_frames is not None else rollout.max_frames_per_traj,
@@ -53,13 +55,12 @@ class Evaluator:
             keep_float64=rollout.keep_float64,
         )
         self._policy = policy
-        self._place = place
         self._runner: RolloutRunner | None = None
 
     @property
     def num_rounds(self) -> int:
         """Rounds of one evaluation; with a fixed number of copies at least `num_episodes` are played."""
-        return -(-self._config.num_episodes // (self._source.num_envs or self._config.copies))
+        return -(-self._config.num_episodes // (self.source.num_envs or self._config.copies))
 
     def rounds(self) -> Iterator[TensorDictBase]:
         """Play all episodes, one round at a time.
@@ -70,8 +71,15 @@ class Evaluator:
         """
         runner = self._started()
         for number in range(self.num_rounds):
-            runner.reseed(*self._place.streams(runner.indices, number))
+            runner.reseed(*self.place.streams(runner.indices, number))
             yield first_episodes(_play_until_all_ended(runner))
+
+    def first_copy(self, source: EnvSource) -> WorkerSpec:
+        """What the first env copy is made of, with an env of another source in its place.
+
+        It plays the same episodes: the one of round k after `RolloutRunner.reseed` with its streams of restart k.
+        """
+        return replace(self._spec(), source=source, num_envs=1)
 
     def close(self) -> None:
         """Close the envs; may be called again, and `rounds` builds new ones."""
@@ -81,45 +89,95 @@ class Evaluator:
 
     def _check_copies(self, copies: int) -> None:
         """A callable may have made a vector env, whose copies nobody knew when the rounds were counted."""
-        if copies != (self._source.num_envs or self._config.copies):
+        if copies != (self.source.num_envs or self._config.copies):
             self.close()
             raise ValueError(
-                f"evaluation.num_envs must be the {copies} copies of the vector env that {self._source.description} "
+                f"evaluation.num_envs must be the {copies} copies of the vector env that {self.source.description} "
                 f"makes, got {self._config.num_envs}; use EvaluationConfig(num_envs={copies}, num_episodes={copies})"
             )
 
     def _started(self) -> RolloutRunner:
         if self._runner is None:
-            self._runner = build_runner(
-                WorkerSpec(
-                    source=self._source,
-                    policy=self._policy(),
-                    rollout=self._rollout,
-                    num_envs=None,
-                    place=replace(self._place, default_envs=self._config.copies),
-                )
-            )
+            self._runner = build_runner(self._spec())
             self._check_copies(self._runner.env.num_envs)
         return self._runner
+
+    def _spec(self) -> WorkerSpec:
+        return WorkerSpec(
+            source=self.source,
+            policy=self._policy(),
+            rollout=self._rollout,
+            num_envs=None,
+            place=replace(self.place, default_envs=self._config.copies),
+        )
 
 
 class EvaluationLoader:
     """The rounds of one evaluation as a sized iterable."""
 
     def __init__(self, evaluator: Evaluator, listeners: list[Callable[[TensorDictBase], None]]) -> None:
-        self._evaluator = evaluator
+        self.evaluator = evaluator
         self._listeners = listeners
 
     def __len__(self) -> int:
         """Rounds."""
-        return self._evaluator.num_rounds
+        return self.evaluator.num_rounds
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Play from the first round on; nothing happens before it is asked for."""
-        for batch in self._evaluator.rounds():
+        for batch in self.evaluator.rounds():
             for listener in self._listeners:
                 listener(batch)
             yield batch
+
+
+class Evaluations:
+    """The evaluators of one data module, one for each stage, made when they are first asked for.
+
+    Args:
+        source: makes the envs.
+        config: how many episodes, on how many copies.
+        rollout: how actions reach the env.
+        policy: gives who acts, when the first round of a stage is played.
+        listeners: called with each round.
+    """
+
+    def __init__(
+        self,
+        source: EnvSource,
+        config: EvaluationConfig,
+        *,
+        rollout: RolloutConfig,
+        policy: Callable[[], Any],
+        listeners: list[Callable[[TensorDictBase], None]],
+    ) -> None:
+        self._source, self._config, self._rollout = source, config, rollout
+        self._policy, self._listeners = policy, listeners
+        self._evaluators: dict[Stage, Evaluator] = {}
+
+    def loader(self, place: Placement) -> EvaluationLoader:
+        """The rounds of a stage.
+
+        Args:
+            place: whose random numbers these are; `EvaluationConfig.seed` takes the place of its entropy.
+        """
+        if place.stage not in self._evaluators:
+            entropy = place.entropy if self._config.seed is None else self._config.seed
+            self._evaluators[place.stage] = Evaluator(
+                self._source,
+                self._config,
+                rollout=self._rollout,
+                policy=self._policy,
+                place=replace(place, entropy=entropy),
+            )
+        return EvaluationLoader(self._evaluators[place.stage], self._listeners)
+
+    def close(self) -> None:
+        """Close all envs; may be called again, and loaders that are asked for later build new ones."""
+        evaluators, self._evaluators = self._evaluators, {}
+        with ExitStack() as closing:  # whatever one of them raises, all are closed
+            for evaluator in evaluators.values():
+                closing.callback(evaluator.close)
 
 
 def first_episodes(batch: TensorDictBase) -> TensorDictBase:

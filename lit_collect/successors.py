@@ -17,7 +17,7 @@ from lit_collect.errors import FrameContractError
 from lit_collect.frames import SUCCESSORS, Key
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # not frozen: Lightning converts what is in a batch in place, under some precisions
 class SuccessorTable:
     """The successors of a batch [N, T] that no row repeats: K of them."""
 

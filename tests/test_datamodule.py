@@ -7,7 +7,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -16,6 +16,7 @@ from lit_collect import (
     CollectorDataModule,
     EvaluationConfig,
     GymEnvFactory,
+    ProcessBackend,
     RolloutConfig,
     UpdateConfig,
     check_batch,
@@ -379,3 +380,92 @@ def test_data_module_is_made_again_from_a_checkpoint(tmp_path):
     again = CollectorDataModule.load_from_checkpoint(tmp_path / "data.ckpt", weights_only=True)
     assert dict(again.hparams) == dict(data.hparams)
     assert len(again.train_dataloader()) == len(data.train_dataloader())
+
+
+# --- lazy layers ------------------------------------------------------------------------------------------------------
+
+
+class Logits(nn.Module):
+    def forward(self, values):
+        return {"logits": values}
+
+
+class LazyLearner(BoringRLModule):
+    """Its layers learn their sizes, and its normalisation its statistics, from what they are given."""
+
+    def __init__(self) -> None:
+        policy = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(2), Logits())
+        super().__init__(policy, learning_rate=0.01)
+
+    def policy_weights(self) -> torch.Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in self.policy.parameters()])
+
+
+class Weighing(Callback):
+    """Needs the weights when it sets up."""
+
+    def __init__(self, weights=LazyLearner.policy_weights) -> None:
+        self._weights_of = weights
+
+    def setup(self, trainer, pl_module, stage) -> None:
+        self.weights = self._weights_of(pl_module)
+        self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+        self.training = pl_module.policy.training
+        self.drawn = torch.rand(3)
+
+
+@pytest.mark.parametrize("env", [CountingEnv, "CartPole-v1", MAKERS, lambda: SyncVectorEnv(MAKERS)])
+def test_lazy_layers_are_initialised_before_callbacks_set_up(env):
+    model, weighing = LazyLearner(), Weighing()
+    num_envs = 2 if env in (CountingEnv, "CartPole-v1") else None
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    run(model, make_data(env, num_envs=num_envs), weighing, WeightAveraging())
+    assert len(weighing.weights) == len(model.policy_weights())
+    assert weighing.training
+    assert weighing.buffers["policy.1.num_batches_tracked"] == 0
+    assert weighing.buffers["policy.1.running_mean"].eq(0).all()
+    assert torch.equal(weighing.drawn, expected)  # the weights were drawn from other numbers
+    assert len(model.batches) == 3
+
+
+def test_lazy_layers_get_the_same_weights_from_the_same_seed():
+    seen = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(len(seen))
+        seen.append(Weighing())
+        run(LazyLearner(), make_data(seed=seed), seen[-1])
+    assert torch.equal(seen[0].weights, seen[1].weights)
+    assert not torch.equal(seen[0].weights, seen[2].weights)
+
+
+def test_lazy_policy_that_is_not_the_modules_is_initialised_as_well():
+    policy = nn.Sequential(nn.LazyLinear(2), Logits())
+    weighing = Weighing(lambda model: policy[0].weight.detach())
+    run(BoringRLModule(), make_data(policy=policy), weighing)
+    assert weighing.weights.shape == (2, 3)
+
+
+def test_lazy_layers_use_up_no_env_and_no_frame():
+    envs: list[CountingEnv] = []
+
+    def make() -> CountingEnv:
+        envs.append(CountingEnv())
+        return envs[-1]
+
+    model = LazyLearner()
+    run(model, make_data(make))
+    assert [env.closes for env in envs] == [1, 1, 1]
+    first = model.batches[0]["observation"][:, 0]
+    assert first[:, 1:].eq(0).all()  # the first step of the first episode
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.usefixtures("nursery")
+def test_lazy_layers_are_initialised_before_workers_get_the_policy():
+    model = LazyLearner()
+    run(model, make_data("CartPole-v1", backend=ProcessBackend(2)))
+    assert len(model.batches) == 3
+    assert model.policy[0].weight.shape == (8, 4)

@@ -250,3 +250,30 @@ def test_resume_into_a_shorter_batch_uses_what_there_is_of_it():
     dataset.load_state_dict({"delivered": 7})  # of the 8 that a whole batch has; this one has 4
     assert [len(piece) for piece in dataset] == [2]
     assert dataset.exhausted
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [2, 3, 5, 8])
+def test_minibatches_are_as_many_as_those_of_the_rank_with_most_of_them(most):
+    asked = []
+
+    def agree(cuts: int) -> int:
+        asked.append(cuts)
+        return most
+
+    updates = UpdateConfig(epochs=2, minibatch_size=4)
+    pieces = rows_of(CollectorDataset(Source(batches=1), updates=updates, agree=agree))
+    assert asked == [2]
+    assert len(pieces) == 2 * most
+    for number in range(2):
+        rows = [row for piece in pieces[number * most : (number + 1) * most] for row in piece]
+        assert sorted(rows) == list(range(FRAMES))
+
+
+def test_whole_batches_need_no_agreement():
+    def agree(cuts: int) -> int:
+        raise AssertionError("nobody would answer")
+
+    assert len(list(CollectorDataset(Source(), agree=agree))) == 3

@@ -2,18 +2,28 @@
 
 from functools import partial
 
+import lightning as L
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from tensordict import TensorDict
 from torch import nn
 
-from lit_collect import EvaluationConfig, RolloutConfig, evaluation
+from lit_collect import (
+    CollectionMonitor,
+    CollectorDataModule,
+    EvaluationConfig,
+    RolloutConfig,
+    WorkerFailedError,
+    evaluation,
+)
 from lit_collect.envs.factories import resolve_env
+from lit_collect.episodes import episode_returns
 from lit_collect.evaluation import EvaluationLoader, Evaluator, first_episodes
-from lit_collect.metrics import episode_returns
 from lit_collect.seeding import Placement
-from lit_collect.testing import ConstantPolicy, CountingEnv
+from lit_collect.testing import BoringRLModule, ConstantPolicy, CountingEnv, FailingEnv
 
 
 def make_evaluator(env, policy=None, rollout=RolloutConfig(), **config) -> Evaluator:
@@ -240,3 +250,114 @@ def test_evaluation_of_an_episode_that_does_not_end_says_so_and_goes_on(monkeypa
     with pytest.warns(UserWarning, match=r"64 steps, and env copy 0 has not ended .* evaluation.max_frames"):
         assert next(evaluator.rounds()).shape == (1, 100)
     evaluator.close()
+
+
+# --- in a fit ---------------------------------------------------------------------------------------------------------
+
+
+class Evaluated(BoringRLModule):
+    """Keeps what evaluation was acted by, and what it left behind."""
+
+    def __init__(self, policy: nn.Module, **options) -> None:
+        super().__init__(policy, **options)
+        self.acted: list[float] = []
+        self.averages: list[float] = []
+
+    def validation_step(self, batch, batch_idx) -> None:
+        self.acted.append(batch["action"].unique().item())
+        self.averages.append(self.policy.action.item())
+
+
+def fit(model, env, *callbacks, total_frames=24, evaluation=EvaluationConfig(num_episodes=2), **options):
+    data = CollectorDataModule(
+        env,
+        num_envs=2,
+        frames_per_batch=8,
+        total_frames=total_frames,
+        batches_per_epoch=1,
+        evaluation=evaluation,
+        seed=1,
+        **options,
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        num_sanity_val_steps=0,
+        max_epochs=-1,
+        callbacks=list(callbacks),
+    )
+    trainer.fit(model, datamodule=data)
+    return trainer
+
+
+def test_mean_is_that_of_all_copies_however_long_their_episodes_are():
+    makers = [partial(CountingEnv, 0, (2,)), partial(CountingEnv, 1, (20,))]
+    monitor = CollectionMonitor()
+    fit(Evaluated(ConstantPolicy(num_actions=2), learning_rate=0.0), makers, monitor, total_frames=8)
+    assert monitor.latest["eval/length_mean"] == 11
+    assert monitor.latest["eval/episodes"] == 2
+    assert monitor.latest["eval/return_mean"] == (3 + 210) / 2
+
+
+def test_averaged_weights_act_in_evaluation_and_the_trained_ones_in_training():
+    model = Evaluated(ConstantPolicy(0.0), learning_rate=1.0)
+    env = partial(CountingEnv, action_space=spaces.Box(-9.0, 9.0, ()))
+    fit(model, env, EMAWeightAveraging(decay=0.5))
+    assert [batch["action"].unique().item() for batch in model.batches] == [0.0, -1.0, -2.0]
+    assert model.acted == model.averages
+    trained = [-1.0, -2.0, -3.0]
+    assert all(average > weight for average, weight in zip(model.averages[1:], trained[1:], strict=True))
+
+
+class Normalised(nn.Module):
+    """Has a mode, and statistics that change in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+        self.action = nn.Parameter(torch.zeros(()))  # what `Evaluated` looks at
+
+    def forward(self, observation):
+        assert not self.net[1].training
+        return {"logits": self.net(observation)}
+
+
+class Bounded(Evaluated):
+    def training_step(self, batch, batch_idx):
+        self.batches.append(batch)
+        assert self.policy.training
+        return self.policy.action * 1.0
+
+    def validation_step(self, batch, batch_idx) -> None:
+        assert not self.training
+
+
+def buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def test_mode_and_statistics_are_as_before_an_evaluation():
+    model = Bounded(Normalised())
+    before = buffers(model)
+    fit(model, CountingEnv)
+    assert model.training
+    assert model.policy.net[1].training
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    assert len(model.batches) == 3
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_mode_and_statistics_are_as_before_an_evaluation_that_failed(where):
+    policy = Normalised()
+    before = buffers(policy)
+    evaluator = make_evaluator(partial(FailingEnv, where, at=2 if where == "step" else 1), policy, num_episodes=1)
+    with pytest.raises(WorkerFailedError, match="broken on purpose"):
+        next(evaluator.rounds())
+    evaluator.close()
+    assert all(module.training for module in policy.modules())
+    assert all(torch.equal(before[name], buffer) for name, buffer in policy.named_buffers())
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()

@@ -6,6 +6,7 @@ from typing import Any
 import gymnasium
 
 from lit_collect.envs.base import BatchedEnv
+from lit_collect.envs.pettingzoo import is_parallel_env
 from lit_collect.paths import first_name, nearest, resolve
 
 _KINDS = (BatchedEnv, gymnasium.Env, gymnasium.vector.VectorEnv)
@@ -18,10 +19,10 @@ def layers(env: Any) -> Iterator[Any]:
         env: a `BatchedEnv`, or an env of Gymnasium.
     """
     here, seen = env, set[int]()
-    while isinstance(here, _KINDS) and id(here) not in seen:
+    while (isinstance(here, _KINDS) or is_parallel_env(here)) and id(here) not in seen:
         yield here
         seen.add(id(here))
-        copies = here.__dict__.get("envs") or (None,)
+        copies = here.__dict__.get("envs") or here.__dict__.get("games") or (None,)
         here = here.__dict__.get("env", copies[0])
 
 

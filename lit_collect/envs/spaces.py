@@ -285,8 +285,8 @@ def _walk(space: spaces.Space[Any], path: Path) -> Iterator[tuple[Path, spaces.S
 def _unsupported(space: object) -> str:
     return (
         f"{type(space).__name__} spaces cannot be stored as arrays : expected Box, Discrete, MultiDiscrete, "
-        f"MultiBinary, Dict or Tuple, got {space}; wrap the env with a transform, "
-        f"for instance gymnasium.wrappers.TransformObservation"
+        f"MultiBinary, Dict or Tuple, got {space}; wrap the env with a transform, for instance "
+        f"GymEnvFactory(..., wrappers=[...]) with gymnasium.wrappers.TransformObservation"
     )
 
 

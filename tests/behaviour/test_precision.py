@@ -9,12 +9,23 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lit_collect import CollectorDataModule, EvaluationConfig, UpdateConfig
+from lit_collect import (
+    CollectorDataModule,
+    EvaluationConfig,
+    RolloutConfig,
+    UpdateConfig,
+    check_batch,
+    restore_successors,
+)
 from lit_collect.testing import BoringRLModule, ConstantPolicy, CountingEnv
 from trainers import PPO
 
 # Lightning says so of every module that has this hook; the data module's own asks the module's, too.
-pytestmark = pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer` in both")
+# On the CPU it takes bfloat16 instead of float16 for mixed precision.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer` in both"),
+    pytest.mark.filterwarnings("ignore:You passed `Trainer.accelerator='cpu', precision='16-mixed'.`"),
+]
 
 COPIES, FRAMES = 2, 8
 FLOATS = {
@@ -22,6 +33,7 @@ FLOATS = {
     "64-true": torch.float64,
     "bf16-true": torch.bfloat16,
     "bf16-mixed": torch.float32,
+    "16-mixed": torch.float32,
     "16-true": torch.float16,
 }
 INTEGERS = {
@@ -144,7 +156,7 @@ def test_rows_are_exact_before_the_trainer_makes_them_coarser(precision, run, tr
     assert torch.equal(ids, torch.stack([steps // 3 * 2, steps // 3 * 2 + 1]))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed"])
 def test_ppo_trains_and_is_evaluated(precision, trainer_with):
     data = CollectorDataModule(
         "CartPole-v1",
@@ -181,3 +193,12 @@ def test_continuous_actions_reach_the_env_under_every_precision(precision, train
     trainer_with(max_epochs=-1, precision=precision).fit(model, datamodule=data)
     assert [action.tolist() for action in env.actions] == [[0.5, 0.25]] * 4 + [[-0.5, -0.75]] * 4
     assert all(action.dtype == "float32" for action in env.actions)
+
+
+@pytest.mark.parametrize("precision", FLOATS)
+def test_compact_batches_can_be_restored(precision, run):
+    model = run(precision, Model(), rollout=RolloutConfig(compact_obs=True))
+    for batch in model.batches:
+        restored = restore_successors(batch)
+        assert restored["next", "observation"].dtype == FLOATS[precision]
+        check_batch(restored.apply(lambda leaf: leaf.float() if leaf.is_floating_point() else leaf))

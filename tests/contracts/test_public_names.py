@@ -34,6 +34,7 @@ NAMES = [
     "LitCollectError",
     "NoSync",
     "Pipe",
+    "Placement",
     "PolicyFactory",
     "ProcessBackend",
     "RandomPolicy",
