@@ -11,18 +11,22 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 from typing_extensions import override
 
-from trainers.networks import ActorNetwork, CriticNetwork
+from trainers.distributions import Answer
+from trainers.networks import ActorNetwork, CriticNetwork, Observation
 
-__all__ = ["MASK", "ActorCritic", "trajectory_ends"]
+__all__ = ["ACTION_MASK", "MASK", "TRAJ_IDS", "ActorCritic", "trajectory_ends"]
 
+ACTION_MASK = "action_mask"
 MASK = ("collector", "mask")
 TRAJ_IDS = ("collector", "traj_ids")
+_TRAINING_KEYS = {"log_prob", "value", "advantage", "value_target"}
 
 
 class ActorCritic(L.LightningModule):
     """A policy and a critic of tanh layers, which are built once the spaces are known.
 
-    Subclasses save ``hidden``, ``observation_spec`` and ``action_spec`` as hyperparameters.
+    Subclasses save ``hidden``, ``observation_spec`` and ``action_spec`` as hyperparameters, and
+    ``normalize_observation`` if they know it.
     """
 
     algorithm: ClassVar[str]
@@ -32,13 +36,15 @@ class ActorCritic(L.LightningModule):
     """Step size of Adam; a tuner may set it."""
 
     observation_key: ClassVar[str] = "observation"
-    """Key of the batch that policy and critic read."""
+    """Key of the batch that policy and critic read, unless the observation is a dict with keys of its own."""
 
     policy: ActorNetwork
     """Maps observations to the parameters of the action distribution; exists once the spaces are known."""
 
     critic: CriticNetwork
     """Maps observations to values; exists once the spaces are known."""
+
+    _observation_keys: tuple[str, ...] | None = None
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
@@ -92,24 +98,66 @@ class ActorCritic(L.LightningModule):
             "action_spec": self.hparams["action_spec"] or action_spec,
         }
         self.hparams.update(specs)  # a checkpoint then rebuilds the same networks
-        self._build_networks(**specs)
+        self.build_networks(**specs)
 
-    def _build_networks(self, observation_spec: dict[str, Any], action_spec: dict[str, Any]) -> None:
-        hidden = self.hparams["hidden"]
-        self.policy = ActorNetwork(observation_spec, action_spec, hidden=hidden)
-        self.critic = CriticNetwork(observation_spec, hidden=hidden)
-
-    @override
-    def forward(self, observation: Tensor) -> dict[str, Tensor]:
-        """Give the parameters of the action distribution: see :class:`trainers.networks.ActorNetwork`.
+    def build_networks(self, observation_spec: dict[str, Any], action_spec: dict[str, Any]) -> None:
+        """Set :attr:`policy` and :attr:`critic`; a subclass may bring its own.
 
         Args:
-            observation: ``[N, ...]``.
+            observation_spec: Plain description of the observation space (see :mod:`trainers.networks`).
+            action_spec: The same for the action space.
+
+        Raises:
+            ValueError: If a space is not supported.
+        """
+        hidden, normalize = self.hparams["hidden"], self.hparams.get("normalize_observation", False)
+        if observation_spec.get("kind") == "dict":
+            self._observation_keys = tuple(observation_spec["spaces"])
+            if taken := sorted(_TRAINING_KEYS.intersection(self._observation_keys)):
+                raise ValueError(
+                    f"the observation has parts under names that training needs : expected others than "
+                    f"{sorted(_TRAINING_KEYS)}, got {taken}; rename them with an environment wrapper"
+                )
+        self.policy = ActorNetwork(observation_spec, action_spec, hidden=hidden, normalize=normalize)
+        self.critic = CriticNetwork(observation_spec, hidden=hidden, normalizer=self.policy.normalizer)
+
+    @override
+    def forward(self, observation: Observation, action_mask: Tensor | None = None) -> Answer:
+        """Give the action distribution: see :class:`trainers.networks.ActorNetwork`.
+
+        Args:
+            observation: ``[N, ...]``, or a mapping of such for dict spaces.
+            action_mask: ``[N, A]`` bool, True where an action is allowed; None allows all.
 
         Returns:
-            ``{"logits": [N, A]}`` or ``{"loc": [N, D], "scale": [N, D]}``.
+            ``{"logits": [N, A]}``, ``{"loc": [N, D], "scale": [N, D]}`` or a distribution ``[N]``.
         """
-        return self.policy(observation)
+        return self.policy(observation, action_mask)
+
+    def observed(self, batch: TensorDict) -> Any:
+        """What policy and critic read of a batch.
+
+        Args:
+            batch: Rows, or what is under their ``"next"``.
+
+        Returns:
+            A tensor, or a TensorDict of the parts of a dict observation.
+        """
+        if self._observation_keys is None:
+            return batch[self.observation_key]
+        return batch.select(*self._observation_keys)
+
+    def answer(self, batch: TensorDict, observation: Any = None) -> Answer:
+        """Ask the policy about the rows of a batch, with the masks that it had while acting.
+
+        Args:
+            batch: Rows with their observation and, where there are such, ``action_mask``.
+            observation: What :meth:`observed` gave of these rows, if that is known already.
+        """
+        if observation is None:
+            observation = self.observed(batch)
+        mask = batch.get(ACTION_MASK, None)
+        return self.policy(observation) if mask is None else self.policy(observation, mask)
 
     @override
     def validation_step(self, batch: TensorDict, batch_idx: int = 0) -> None:
@@ -171,7 +219,7 @@ class ActorCritic(L.LightningModule):
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * remaining
         return remaining
 
-    def _check_range(self, name: str, number: float | None, is_valid: bool, rule: str) -> None:
+    def _check_range(self, name: str, number: object, is_valid: bool, rule: str) -> None:
         if not is_valid:
             raise ValueError(
                 f"{name} is out of range : expected {rule}, got {number!r}; change {self.algorithm}({name}=...)"

@@ -8,6 +8,7 @@ keeps the floating dtype it is given, and can be differentiated where that has a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ __all__ = [
     "discounted_returns",
     "explained_variance",
     "generalized_advantage",
+    "multi_categorical_entropy",
+    "multi_categorical_log_prob",
     "normalize",
     "ppo_policy_loss",
     "value_loss",
@@ -353,6 +356,34 @@ def categorical_entropy(logits: Tensor) -> Tensor:
     """
     log_probs = logits.log_softmax(-1)
     return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def multi_categorical_log_prob(logits: Tensor, nvec: Sequence[int], action: Tensor) -> Tensor:
+    """Log-probability of several independent choices at once: the sum over those of each.
+
+    Args:
+        logits: ``[..., sum(nvec)]`` float, those of all choices side by side.
+        nvec: Options of each of the D choices.
+        action: ``[..., D]`` int64, each from 0.
+
+    Returns:
+        ``[...]`` in nats.
+    """
+    parts = zip(logits.split(list(nvec), -1), action.unbind(-1), strict=True)
+    return torch.stack([categorical_log_prob(part, index) for part, index in parts]).sum(0)
+
+
+def multi_categorical_entropy(logits: Tensor, nvec: Sequence[int]) -> Tensor:
+    """Entropy of several independent choices: the sum over those of each.
+
+    Args:
+        logits: ``[..., sum(nvec)]`` float, finite.
+        nvec: Options of each choice.
+
+    Returns:
+        ``[...]`` in nats.
+    """
+    return torch.stack([categorical_entropy(part) for part in logits.split(list(nvec), -1)]).sum(0)
 
 
 def diagonal_normal_log_prob(loc: Tensor, scale: Tensor, action: Tensor) -> Tensor:

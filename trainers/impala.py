@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from trainers import functional
 from trainers.actor_critic import MASK, ActorCritic, trajectory_ends
-from trainers.networks import action_entropy, action_log_prob
+from trainers.distributions import action_entropy, action_log_prob
 
 __all__ = ["IMPALA"]
 
@@ -99,7 +99,7 @@ class IMPALA(ActorCritic):
         self.reward_scale = reward_scale
         self.anneal = anneal
         if observation_spec is not None and action_spec is not None:
-            self._build_networks(observation_spec, action_spec)
+            self.build_networks(observation_spec, action_spec)
 
     @override
     def on_train_batch_start(self, batch: TensorDict, batch_idx: int) -> None:
@@ -137,9 +137,9 @@ class IMPALA(ActorCritic):
                 "leave updates.minibatch_size at None"
             )
         mask = batch.get(MASK, None)
-        observation = batch[self.observation_key]
-        parameters = self.policy(observation)
-        log_prob = action_log_prob(parameters, batch["action"])
+        observation = self.observed(batch)
+        answer = self.answer(batch, observation)
+        log_prob = action_log_prob(answer, batch["action"])
         # as precise as the rewards, also where a plugin runs the networks in half precision
         value = self.critic(observation).to(batch["next", "reward"].dtype)
         log_ratio = log_prob.detach() - batch["log_prob"]
@@ -147,7 +147,7 @@ class IMPALA(ActorCritic):
         losses = {
             "loss/policy": -_mean(log_prob * advantage, mask),
             "loss/value": 0.5 * _mean((value - target).square(), mask),
-            "loss/entropy": _mean(action_entropy(parameters), mask),
+            "loss/entropy": _mean(action_entropy(answer), mask),
         }
         self._log(losses, log_ratio, value, target, mask)
         loss = torch.add(losses["loss/policy"], losses["loss/value"], alpha=self.value_coefficient)
@@ -173,7 +173,7 @@ class IMPALA(ActorCritic):
         last = ends.clone()
         last[..., -1] = True
         next_value = value.roll(-1, dims=-1)
-        next_value[last] = self.critic(batch["next", self.observation_key][last]).to(value.dtype)
+        next_value[last] = self.critic(self.observed(batch["next"])[last]).to(value.dtype)
         return functional.vtrace(
             log_ratio=log_ratio,
             reward=self.reward_scale * batch["next", "reward"].squeeze(-1),

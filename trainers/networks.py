@@ -4,16 +4,19 @@ A space description is a dictionary of plain values, so that it can travel in a 
 
 - ``{"kind": "box", "shape": [4], "dtype": "float32", "low": [...], "high": [...]}``
 - ``{"kind": "discrete", "n": 2, "start": 0}``
+- ``{"kind": "multi_discrete", "nvec": [2, 3], "start": [0, 0]}``
+- ``{"kind": "multi_binary", "shape": [4]}``
+- ``{"kind": "dict", "spaces": {"name": ...}}``, ``{"kind": "tuple", "spaces": [...]}``
 
-As observation both are supported: ``box`` of any shape is flattened and cast to the network's dtype, ``discrete``
-becomes one-hot. As action: ``discrete``, and ``box`` of one dimension. Shapes: ``[N, ...]`` stands for any leading
+Observations may be of all of them (see :mod:`trainers.encoders`), nested too: images of bytes go through
+convolutions, bytes are divided by 255, choices become one-hot, the rest is flattened. Actions may be ``discrete``, or
+of one dimension ``box``, ``multi_discrete`` or ``multi_binary``. Shapes: ``[N, ...]`` stands for any leading
 dimensions, A for the number of discrete actions, D for the size of a continuous action, F for flat features.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -23,11 +26,16 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from typing_extensions import override
 
-from trainers import functional
+from lit_collect import masked_logits
+from trainers.distributions import Answer, MultiCategorical, action_entropy, action_log_prob
+from trainers.encoders import HIDDEN_GAIN, FlatObservation, encoder_for
+from trainers.normalization import Normalizer, normalizer_for
 
 __all__ = ["ActorNetwork", "CriticNetwork", "FlatObservation", "Tanh", "action_entropy", "action_log_prob", "mlp"]
 
-HIDDEN_GAIN = math.sqrt(2)
+Observation = Tensor | Mapping[str, Any]
+"""``[N, ...]``, or a (nested) mapping of such."""
+
 POLICY_GAIN = 0.01
 """Gain of the policy's last layer: small, so that training starts from a nearly uniform policy."""
 
@@ -102,69 +110,19 @@ def mlp(sizes: Sequence[int], activation: Callable[[], nn.Module] = Tanh, *, out
     return nn.Sequential(*layers)
 
 
-class FlatObservation(nn.Module):
-    """Turns an observation into a vector of floats: boxes are flattened, discrete ones become one-hot.
-
-    Args:
-        spec: Description of the observation space, ``box`` or ``discrete``.
-
-    Raises:
-        ValueError: If the space is of another kind.
-
-    Example:
-        >>> FlatObservation({"kind": "discrete", "n": 3, "start": 1})(torch.tensor([1, 3]))
-        tensor([[1., 0., 0.],
-                [0., 0., 1.]])
-    """
-
-    size: int
-    """Number of features."""
-
-    def __init__(self, spec: dict[str, Any]) -> None:
-        super().__init__()
-        kind = spec.get("kind")
-        if kind == "box":
-            self._dims = len(spec["shape"])
-            self.size = math.prod(spec["shape"])
-        elif kind == "discrete":
-            self._dims = 0
-            self.size = int(spec["n"])
-        else:
-            raise ValueError(
-                f"observation space is not supported : expected kind 'box' or 'discrete', got {kind!r}; "
-                "flatten it with an environment wrapper or pass networks of your own"
-            )
-        self._start = int(spec.get("start", 0))
-        self._one_hot = kind == "discrete"
-
-    @override
-    def forward(self, observation: Tensor) -> Tensor:
-        """Flatten one observation.
-
-        Args:
-            observation: ``[N, *shape]`` of any dtype for a box, ``[N]`` int64 for a discrete space.
-
-        Returns:
-            ``[N, F]``; float where it was one-hot encoded, else of the observation's dtype.
-        """
-        if self._one_hot:
-            return nn.functional.one_hot(observation - self._start, self.size).float()
-        if self._dims == 1:
-            return observation
-        return observation.unsqueeze(-1) if self._dims == 0 else observation.flatten(-self._dims)
-
-
 class ActorNetwork(nn.Module):
-    """Policy of separate tanh layers that gives the parameters of its action distribution and never samples.
+    """Policy of separate tanh layers that gives its action distribution and never samples.
 
-    Discrete actions are drawn from a categorical distribution. Continuous ones from a normal distribution with
-    independent components, whose mean is the network's output and whose standard deviation is a learned parameter that
-    does not depend on the observation, 1 at the start.
+    Discrete actions are drawn from a categorical distribution, several of them from one each. Continuous ones come from
+    a normal distribution with independent components, whose mean is the network's output and whose standard deviation
+    is a learned parameter that does not depend on the observation, 1 at the start.
 
     Args:
-        observation_spec: Description of the observation space, ``box`` or ``discrete``.
-        action_spec: Description of the action space, ``discrete`` or ``box`` of one dimension.
+        observation_spec: Description of the observation space, see the module.
+        action_spec: Description of the action space, ``discrete``, or of one dimension ``box``, ``multi_discrete`` or
+            ``multi_binary``.
         hidden: Sizes of the hidden layers.
+        normalize: Whether observations are normalised by running statistics (see :mod:`trainers.normalization`).
 
     Raises:
         ValueError: If a space is not supported.
@@ -176,90 +134,96 @@ class ActorNetwork(nn.Module):
         torch.Size([8, 2])
     """
 
+    normalizer: Normalizer | None
+    """Running statistics of the observations; None without normalisation, or where nothing needs it."""
     log_std: nn.Parameter | None
     """``[D]`` logarithm of the standard deviation; None for discrete actions."""
 
     def __init__(
-        self, observation_spec: dict[str, Any], action_spec: dict[str, Any], *, hidden: Sequence[int] = (64, 64)
+        self,
+        observation_spec: dict[str, Any],
+        action_spec: dict[str, Any],
+        *,
+        hidden: Sequence[int] = (64, 64),
+        normalize: bool = False,
     ) -> None:
         super().__init__()
-        num_outputs = _num_action_parameters(action_spec)
-        self.encoder = FlatObservation(observation_spec)
+        num_outputs, self._nvec = _action_outputs(action_spec)
+        self.normalizer = normalizer_for(observation_spec) if normalize else None
+        self.encoder = encoder_for(observation_spec)
         self.layers = mlp([self.encoder.size, *hidden, num_outputs], output_gain=POLICY_GAIN)
         log_std = nn.Parameter(torch.zeros(num_outputs)) if action_spec["kind"] == "box" else None
         self.register_parameter("log_std", log_std)
 
     @override
-    def forward(self, observation: Tensor) -> dict[str, Tensor]:
-        """Give the distribution's parameters.
+    def forward(self, observation: Observation, action_mask: Tensor | None = None) -> Answer:
+        """Give the distribution's parameters, or the distribution.
 
         Args:
-            observation: ``[N, *shape]`` for a box, ``[N]`` int64 for a discrete space.
+            observation: ``[N, ...]``, or a mapping of such for dict spaces.
+            action_mask: ``[N, A]`` bool, True where an action is allowed, for several choices side by side; None
+                allows all.
 
         Returns:
-            ``{"logits": [N, A]}`` for discrete, ``{"loc": [N, D], "scale": [N, D]}`` for continuous actions.
+            ``{"logits": [N, A]}`` for discrete, ``{"loc": [N, D], "scale": [N, D]}`` for continuous actions, a
+            :class:`~trainers.distributions.MultiCategorical` ``[N]`` for several discrete ones.
+
+        Raises:
+            ValueError: If there is a mask for continuous actions.
         """
+        if self.normalizer is not None:
+            observation = self.normalizer(observation)
         output = _apply(self.layers, self.encoder(observation))
+        if action_mask is not None:
+            if self.log_std is not None:
+                raise ValueError(
+                    "continuous actions cannot be masked : expected no action_mask, got one of shape "
+                    f"{tuple(action_mask.shape)}; leave it out of the environment's info"
+                )
+            output = masked_logits(output, action_mask)
+        if self._nvec is not None:
+            return MultiCategorical(output, self._nvec)
         if self.log_std is None:
             return {"logits": output}
         return {"loc": output, "scale": self.log_std.exp().expand_as(output)}
-
-
-def action_log_prob(parameters: dict[str, Tensor], action: Tensor) -> Tensor:
-    """Log-probability of actions under the distribution that an :class:`ActorNetwork` describes.
-
-    Args:
-        parameters: ``{"logits": [N, A]}`` or ``{"loc": [N, D], "scale": [N, D]}``.
-        action: ``[N]`` int64 or ``[N, D]`` float.
-
-    Returns:
-        ``[N]`` in nats.
-    """
-    if "logits" in parameters:
-        return functional.categorical_log_prob(parameters["logits"], action)
-    return functional.diagonal_normal_log_prob(parameters["loc"], parameters["scale"], action)
-
-
-def action_entropy(parameters: dict[str, Tensor]) -> Tensor:
-    """Entropy of the distribution that an :class:`ActorNetwork` describes.
-
-    Args:
-        parameters: ``{"logits": [N, A]}`` or ``{"loc": [N, D], "scale": [N, D]}``.
-
-    Returns:
-        ``[N]`` in nats.
-    """
-    if "logits" in parameters:
-        return functional.categorical_entropy(parameters["logits"])
-    return functional.diagonal_normal_entropy(parameters["scale"])
 
 
 class CriticNetwork(nn.Module):
     """State-value function of tanh layers.
 
     Args:
-        observation_spec: Description of the observation space, ``box`` or ``discrete``.
+        observation_spec: Description of the observation space, see the module.
         hidden: Sizes of the hidden layers.
+        normalizer: That of the policy, if it has one: shared, not copied.
 
     Raises:
         ValueError: If the space is not supported.
     """
 
-    def __init__(self, observation_spec: dict[str, Any], *, hidden: Sequence[int] = (64, 64)) -> None:
+    def __init__(
+        self,
+        observation_spec: dict[str, Any],
+        *,
+        hidden: Sequence[int] = (64, 64),
+        normalizer: Normalizer | None = None,
+    ) -> None:
         super().__init__()
-        self.encoder = FlatObservation(observation_spec)
+        self.normalizer = normalizer
+        self.encoder = encoder_for(observation_spec)
         self.layers = mlp([self.encoder.size, *hidden, 1])
 
     @override
-    def forward(self, observation: Tensor) -> Tensor:
+    def forward(self, observation: Observation) -> Tensor:
         """Estimate the discounted return.
 
         Args:
-            observation: ``[N, *shape]`` for a box, ``[N]`` int64 for a discrete space.
+            observation: ``[N, ...]``, or a mapping of such for dict spaces.
 
         Returns:
             ``[N]``.
         """
+        if self.normalizer is not None:
+            observation = self.normalizer(observation)
         return _apply(self.layers, self.encoder(observation)).squeeze(-1)
 
 
@@ -268,14 +232,19 @@ def _apply(layers: nn.Sequential, features: Tensor) -> Tensor:
     return layers(features.to(cast(nn.Linear, layers[0]).weight.dtype))
 
 
-def _num_action_parameters(spec: dict[str, Any]) -> int:
+def _action_outputs(spec: dict[str, Any]) -> tuple[int, list[int] | None]:
+    """How many numbers describe the distribution, and the options of each choice where there are several."""
     kind = spec.get("kind")
     if kind == "discrete":
-        return int(spec["n"])
-    if kind == "box" and len(spec["shape"]) == 1:
-        return int(spec["shape"][0])
-    shape = f" of shape {list(spec['shape'])}" if kind == "box" else ""
+        return int(spec["n"]), None
+    shape = [len(spec["nvec"])] if kind == "multi_discrete" else spec.get("shape", [])
+    if kind == "box" and len(shape) == 1:
+        return int(shape[0]), None
+    if kind in ("multi_discrete", "multi_binary") and np.ndim(spec.get("nvec", [])) == len(shape) == 1:
+        nvec = [int(n) for n in spec.get("nvec", 2 * np.ones(shape))]
+        return sum(nvec), nvec
+    described = f" of shape {list(spec['shape'])}" if "shape" in spec else ""
     raise ValueError(
-        f"action space is not supported : expected kind 'discrete' or 'box' of one dimension, got {kind!r}{shape}; "
-        "flatten it with an environment wrapper or pass networks of your own"
+        "action space is not supported : expected kind 'discrete', or 'box', 'multi_discrete' or 'multi_binary' of "
+        f"one dimension, got {kind!r}{described}; flatten it with an environment wrapper or pass networks of your own"
     )

@@ -4,7 +4,7 @@ import lightning as L
 import pytest
 
 from lit_collect import CollectionMonitor, CollectorDataModule, EvaluationConfig, UpdateConfig
-from trainers import PPO
+from trainers import A2C, PPO
 
 
 @pytest.mark.slow
@@ -24,3 +24,20 @@ def test_ppo_learns_to_balance_the_pole(trainer_with):
     assert data.frames_total == 30_000
     assert trainer.callback_metrics["eval/return_mean"] >= 150  # at random it is about 22
     assert trainer.callback_metrics["eval/episodes"] == 10
+
+
+@pytest.mark.slow
+def test_a2c_learns_to_balance_the_pole(trainer_with):
+    L.seed_everything(1)
+    data = CollectorDataModule(
+        "CartPole-v1",
+        num_envs=8,
+        frames_per_batch=128,
+        total_frames=40_064,
+        evaluation=EvaluationConfig(num_episodes=10),
+    )
+    model = A2C(learning_rate=3e-3, lambda_=0.95, optimizer="adam", normalize_advantage=True)
+    trainer = trainer_with(max_epochs=-1, callbacks=[CollectionMonitor()])
+    trainer.fit(model, datamodule=data)
+    assert trainer.global_step == 313  # one update for each batch
+    assert trainer.callback_metrics["eval/return_mean"] >= 100  # at random it is about 22

@@ -449,5 +449,5 @@ def test_impala_when_a_number_is_out_of_range_names_it(options, message):
 
 
 def test_impala_when_a_space_is_not_supported_names_it():
-    with pytest.raises(ValueError, match=r"action space is not supported : .* got 'multi_binary'"):
-        impala(action={"kind": "multi_binary", "shape": [2]})
+    with pytest.raises(ValueError, match=r"action space is not supported : .* got 'tuple'"):
+        impala(action={"kind": "tuple", "spaces": [TWO]})
