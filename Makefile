@@ -20,6 +20,9 @@ test: $(VENV)/installed  ## Lint, check formatting and types, run the tests
 
 bench: $(BENCH_VENV)/installed  ## Compare with hand-written loops and other libraries (minutes)
 	$(BENCH_VENV)/bin/python tests/benchmarks/run.py
+	$(BENCH_VENV)/bin/python tests/benchmarks/lowering.py
+	$(BENCH_VENV)/bin/python tests/benchmarks/vector_sources.py
+	$(BENCH_VENV)/bin/python tests/benchmarks/callbacks.py
 
 clean:  ## Remove environments, caches and logs
 	rm -rf $(VENV) $(BENCH_VENV) build *.egg-info lightning_logs .pytest_cache .mypy_cache .ruff_cache
@@ -39,5 +42,5 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(BENCH_VENV)/installed: pyproject.toml tests/benchmarks/constraints.txt
 	$(make_venv)
-	$(BENCH_VENV)/bin/python -m pip install -c tests/benchmarks/constraints.txt -e ".[all]" torchrl stable-baselines3
+	$(BENCH_VENV)/bin/python -m pip install -c tests/benchmarks/constraints.txt -e ".[all,atari]" torchrl stable-baselines3
 	@touch $@

@@ -50,6 +50,11 @@ class Actor(ABC):
     """Whether what it calls is compiled, and should find the same circumstances in every call."""
     _acted = False
 
+    @property
+    def carried(self) -> tuple[Key, ...]:
+        """Keys of its state, which are among `keys`; known after the first call."""
+        return ()
+
     @abstractmethod
     def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """Act once.
@@ -78,8 +83,13 @@ class Actor(ABC):
             rows: [K] int64.
         """
 
-    def follow(self, leaves: tuple[Tensor, ...]) -> None:  # noqa: B027  # most have no state
-        """Be told what is seen in a step that somebody else acts."""
+    def follow(self, leaves: tuple[Tensor, ...]) -> Mapping[Key, Tensor]:
+        """Be told what is seen in a step that somebody else acts.
+
+        Returns:
+            The state that entered, [N, ...] by key; valid until the next call.
+        """
+        return {}
 
     def preview(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """What a call would return, without a change of state."""
@@ -235,7 +245,7 @@ class FunctionActor(Actor):
         answer = self._call(leaves[0]) if self._straight else self._ask(leaves)
         if self._decode is None:
             self._decode = self._learn(answer)
-        return self._decode(answer)
+        return self._apart(answer)
 
     def complete(self, columns: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """The log-probabilities of the actions, if the answer held distribution parameters."""
@@ -256,6 +266,16 @@ class FunctionActor(Actor):
             needed = self.moved(needed)
         observation, masks = self._arguments(needed)
         return self._call(observation, *state, **masks)
+
+    def _apart(self, answer: Any) -> Sequence[Tensor]:
+        """The values of an answer, taken apart like the first one."""
+        assert self._decode is not None
+        try:
+            return self._decode(answer)
+        except KeyError as error:
+            raise FrameContractError(
+                f"the policy's answer lacks {error} : expected {['.'.join(key) for key in self.keys]} each time"
+            ) from error
 
     def _learn(self, answer: Any) -> Callable[[Any], Sequence[Tensor]]:
         """Choose by the first answer how all of them are taken apart."""

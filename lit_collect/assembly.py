@@ -169,7 +169,7 @@ class Assembly:
             setattr(self, name, getattr(self, name)[:steps])
 
     def fill(self, columns: Columns) -> None:
-        """Give rows that the policy did not act what it would have given: zeros."""
+        """Give rows that the policy did not act what it would have given: zeros, unless something is written later."""
         for key in columns.outputs:
             self._output(key, columns)
 

@@ -89,7 +89,7 @@ def missing_mask() -> FrameContractError:
     return FrameContractError(
         "policy takes an action_mask, but the env's reset info has none : expected an array 'action_mask' of the "
         "allowed actions there, or under that key of a Dict observation; wrap the env so that it gives one, or give "
-        "the argument a default"
+        "the argument a default; fake_tensordict knows of a mask only after the first batch"
     )
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -355,8 +356,17 @@ class Collector:
         return self._profile
 
     def reset(self, index: int | None = None) -> None:
-        """Leave the running episodes (of one env copy, or of all) and begin new ones with the next batch."""
+        """Leave the running episodes (of one env copy, or of all) and begin new ones with the next batch.
+
+        Raises:
+            TypeError: if `index` is no integer.
+            IndexError: if there is no such copy.
+            ValueError: if the env cannot reset one copy alone.
+        """
         self._stream.check_open()
+        given: object = index  # True would be copy 1
+        if given is not None and (isinstance(given, bool) or not isinstance(given, Integral)):
+            raise TypeError(f"index must be the number of an env copy or None, got {index!r}")
         with self._stream.turn.taken():
             self._group.reset(index)
 

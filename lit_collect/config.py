@@ -162,7 +162,7 @@ class DeviceConfig:
         for name in ("policy", "env", "storage"):
             value = getattr(self, name)
             try:
-                torch.device(value or "cpu")
+                torch.device("cpu" if value is None else value)
             except (RuntimeError, TypeError) as error:
                 raise ValueError(
                     f"devices.{name} must name a torch device or be None, got {value!r}; use 'cpu' or 'cuda:0'"

@@ -51,7 +51,7 @@ class _NamedValues(Decoder):
             self.decode = itemgetter(*[key[0] for key in self.keys])  # type: ignore[method-assign, assignment]  # in C
 
     def decode(self, answer: Any) -> Sequence[Tensor]:
-        return [torch.as_tensor(_at(answer, key)) for key in self.keys]
+        return [_as_tensor(_at(answer, key), key) for key in self.keys]
 
 
 class _Parameters(Decoder):
@@ -158,6 +158,8 @@ def check_names(names: Iterable[str], reserved: frozenset[str]) -> None:
 
 def _paths(answer: Mapping[str, Any], prefix: Key = ()) -> Iterator[Key]:
     for name, value in answer.items():
+        if not isinstance(name, str):
+            raise FrameContractError(f"the policy returned a value under {name!r} : expected a text as its name")
         if isinstance(value, (Mapping, TensorDictBase)):
             yield from _paths(value, (*prefix, name))
         else:
@@ -168,6 +170,16 @@ def _at(answer: Any, key: Key) -> Tensor:
     for part in key:
         answer = answer[part]
     return answer
+
+
+def _as_tensor(value: Any, key: Key) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FrameContractError(
+            f"the policy's {'.'.join(key)} cannot be stored : expected a tensor or an array of numbers, "
+            f"got {type(value).__name__}"
+        ) from error
 
 
 def check_nan(values: Tensor) -> Tensor:

@@ -101,7 +101,6 @@ class EpisodeStatistics(Metric):
                 rows are those of the same env copies in every batch, and another N than before begins new episodes.
         """
         steps = batch.shape[-1]
-        self.finished = Finished([], [], [], [])
         done, first, mask = per_row(batch, NEXT_DONE), per_row_or_none(batch, IS_INIT), per_row_or_none(batch, MASK)
         rewards = per_row(batch, NEXT_REWARD).ravel().astype(np.float64)
         if mask is not None:
@@ -126,6 +125,8 @@ class EpisodeStatistics(Metric):
         for start, stop, part, length in zip(starts, stops, returns, lengths, strict=True):
             row, step = divmod(start, steps)
             copy = slots[row]
+            if copy is None:  # nothing happened in this row, and it does not say whose it is
+                continue
             if step or start in firsts:
                 so_far[copy] = frames[copy] = 0.0
             elif ids is not None and ids[row, 0] >= 0 and open_ids[copy] not in (ids[row, 0], _ANY):
@@ -142,9 +143,7 @@ class EpisodeStatistics(Metric):
                 open_ids[copy] = _ANY
         self.running = torch.from_numpy(np.array((so_far, frames)))
         self.ids = torch.tensor(open_ids)
-        if finished:
-            finished.sort(key=itemgetter(0))  # by time
-            self.finished = Finished(*map(list, zip(*[ended for _, ended in finished], strict=True)))
+        self.finished = _in_time(finished)
         self._take_up(info_at(batch, self.finished.rows))
 
     def compute(self) -> dict[str, float]:
@@ -200,23 +199,23 @@ class EpisodeStatistics(Metric):
         self.count_total = torch.tensor(count_total)
         self.begin_interval()
 
-    def _slots(self, rows: int, ids: np.ndarray | None, total_copies: int | None) -> list[int]:
-        """Where the rows of a batch find their running episodes; new env copies get a place."""
+    def _slots(self, rows: int, ids: np.ndarray | None, total_copies: int | None) -> Sequence[int | None]:
+        """Where the rows of a batch find their running episodes; new env copies get a place, masked rows none."""
         if ids is None or total_copies is None:
             if len(self.copies) != rows:
                 self.copies = torch.arange(rows)
                 self.running = torch.zeros(2, rows, dtype=torch.float64)
                 self.ids = torch.full((rows,), _ANY)
             return list(range(rows))
-        copies = (ids.max(1) % total_copies).tolist()
+        copies = [highest % total_copies if highest >= 0 else None for highest in ids.max(1).tolist()]
         known = self.copies.tolist()
-        if new := sorted(set(copies) - set(known)):
+        if new := sorted({copy for copy in copies if copy is not None} - set(known)):
             known += new
             self.copies = torch.tensor(known)
             self.running = torch.cat([self.running, torch.zeros(2, len(new), dtype=torch.float64)], 1)
             self.ids = torch.cat([self.ids, torch.full((len(new),), _NONE)])
         places = {copy: place for place, copy in enumerate(known)}
-        return [places[copy] for copy in copies]
+        return [None if copy is None else places[copy] for copy in copies]
 
     def _take_up(self, info: dict[str, np.ndarray]) -> None:
         """Put the episodes that have just ended into the window, with their info values."""
@@ -232,6 +231,13 @@ class EpisodeStatistics(Metric):
             if names:
                 values = np.concatenate((self.info.numpy(), np.stack(list(info.values()))), 1)
                 self.info = torch.from_numpy(values[:, -self.window :])
+
+
+def _in_time(ended: list[tuple[int, tuple[float, int, int, int]]]) -> Finished:
+    """Episodes in the order of their last steps, which stand before what `Finished` has of each."""
+    ended.sort(key=itemgetter(0))
+    columns = zip(*[episode for _, episode in ended], strict=True) if ended else ([], [], [], [])
+    return Finished(*map(list, columns))
 
 
 class Staleness(NamedTuple):

@@ -24,7 +24,8 @@ def resolve(root: Mapping[str, Any], path: str) -> Any:
         path: names with dots between them, and indices and quoted keys in brackets.
 
     Raises:
-        ValueError: if the path is malformed, or names an attribute like ``__class__``.
+        TypeError: if the path is no text.
+        ValueError: if it is malformed, or names an attribute like ``__class__``.
         KeyError: if the first part or a key is not there.
         AttributeError: if an attribute is not there.
         IndexError: if an index is not there. All three name how far the path got, and what is there.
@@ -75,6 +76,8 @@ def call(root: Mapping[str, Any], path: str, args: Sequence[Any] = (), kwargs: M
 
 def _parse(path: str) -> list[re.Match[str]]:
     """The parts of a path; the first one is a name."""
+    if not isinstance(path, str):
+        raise TypeError(f"a path is no text : expected {_GRAMMAR}, got {path!r}")
     parts: list[re.Match[str]] = []
     end = 0
     while end < len(path) or not parts:

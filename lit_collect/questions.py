@@ -198,7 +198,7 @@ def _models_here(collector: Asked) -> dict[str, Any]:
 
 def _known(here: dict[str, Any], model_id: str) -> str:
     inner = here["policy"].named_modules(prefix="policy") if isinstance(here["policy"], nn.Module) else ()
-    known = f"one of {nearest(model_id, ['policy', *(_as_path(name) for name, _ in inner)])}"
+    known = f"one of {nearest(model_id, dict.fromkeys(['policy', *(_as_path(name) for name, _ in inner)]))}"
     if "env" not in here and model_id.startswith("env"):
         known += "; models of envs are in the workers (see cascade_execute and update_policy_weights_)"
     return known
@@ -218,6 +218,8 @@ def _env_attribute(env: Any, policy: Any, name: str) -> Any:
 
 def _below(root: str, name: str) -> str:
     """The path of something in a root; its own may begin with an index."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of an attribute must be a text, got {name!r}")
     return f"{root}{name}" if name.startswith("[") else f"{root}.{name}"
 
 

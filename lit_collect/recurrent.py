@@ -20,9 +20,11 @@ from torch import Tensor
 from lit_collect.actors import Actor, FunctionActor, output_keys
 from lit_collect.calls import CompiledCall, is_compiled, missing_mask
 from lit_collect.config import Exploration
+from lit_collect.decoding import check_names
+from lit_collect.envs.base import brief
 from lit_collect.envs.spaces import LeafSpec, TreeSpec
 from lit_collect.errors import FrameContractError
-from lit_collect.frames import ACTION_MASK, IS_INIT, Key, as_key
+from lit_collect.frames import ACTION_MASK, IS_INIT, RESERVED, Key, as_key
 from lit_collect.weights import uncompiled
 
 STATE: Key = ("state",)
@@ -130,18 +132,30 @@ class Memory:
         """The first state of all copies."""
         if self._initial is None:
             self._pattern = self._make(count)
-            parts = dict(_parts(self._pattern, self._root))
-            for key, part in parts.items():
+            listed = list(_parts(self._pattern, self._root))
+            parts = dict(listed)
+            for key, part in listed:
                 if not isinstance(part, Tensor) or part.ndim == 0 or len(part) != count:
                     raise FrameContractError(
                         f"initial_state({count}) must give tensors with one row for each env copy : expected "
                         f"shape ({count}, ...) for {'.'.join(key)}, got {_description(part)}"
                     )
+            if len(parts) != len(listed):
+                names = _names(key for key, _ in listed)
+                raise FrameContractError(
+                    f"initial_state({count}) must give each tensor under a name of its own, got {names}"
+                )
             if not parts or (self.keys and self.keys != tuple(parts)):
                 raise FrameContractError(
                     f"initial_state({count}) must give the same tensors each time : expected "
                     f"{_names(self.keys) or 'at least one'}, got {_names(parts)}"
                 )
+            for key, held in zip(parts, self._held, strict=False):  # before the first call nothing is held
+                if parts[key].shape != held.shape or not torch.can_cast(parts[key].dtype, held.dtype):
+                    raise FrameContractError(
+                        f"initial_state({count}) must give the same tensors each time : expected "
+                        f"{_description(held)} for {'.'.join(key)}, got {_description(parts[key])}"
+                    )
             self.keys, self._initial = tuple(parts), list(parts.values())
         return self._initial
 
@@ -192,6 +206,11 @@ class RecurrentActor(FunctionActor):
             )
         self._observed |= {STATE[0]}  # nor may the policy's answer have it
 
+    @property
+    def carried(self) -> tuple[Key, ...]:
+        """Where the state is stored."""
+        return self._memory.keys
+
     def restart(self, rows: np.ndarray) -> None:
         """Give these env copies the first state in the next call."""
         self._memory.restart(rows)
@@ -206,10 +225,11 @@ class RecurrentActor(FunctionActor):
         """Act, and leave the state as it is."""
         return self._proceed(leaves)[0]
 
-    def follow(self, leaves: tuple[Tensor, ...]) -> None:
+    def follow(self, leaves: tuple[Tensor, ...]) -> Mapping[Key, Tensor]:
         """Move the state on by what is seen in a step that somebody else acts."""
-        self._memory.entering(leaves[0].shape[0])
+        entering = self._memory.entering(leaves[0].shape[0])
         self._memory.keep(self._asked(leaves)[1])
+        return dict(zip(self._memory.keys, entering, strict=True))
 
     @contextmanager
     def acting(self) -> Iterator[None]:
@@ -226,14 +246,14 @@ class RecurrentActor(FunctionActor):
         if self._decode is None:
             self._decode = self._learn(answer)
             self.keys = (*self._memory.keys, *self.keys)
-        return [*entering, *self._decode(answer)], state
+        return [*entering, *self._apart(answer)], state
 
     def _asked(self, leaves: tuple[Tensor, ...]) -> tuple[Any, Any]:
         reply = self._ask(leaves, self._memory.given())
         if not (isinstance(reply, (tuple, list)) and len(reply) == 2):
             raise FrameContractError(
                 f"a policy with initial_state must return its answer and its new state : expected a tuple of two, "
-                f"got {type(reply).__name__}"
+                f"got {brief(reply)}"
             )
         return reply[0], reply[1]
 
@@ -278,6 +298,11 @@ class RecurrentTensorDictActor(Actor):
         if ACTION_MASK in self._in_keys and ACTION_MASK not in self._observed:
             raise missing_mask()
 
+    @property
+    def carried(self) -> tuple[Key, ...]:
+        """Where the state is stored."""
+        return self._memory.keys
+
     def restart(self, rows: np.ndarray) -> None:
         """Give these env copies the first state in the next call."""
         self._memory.restart(rows)
@@ -292,9 +317,11 @@ class RecurrentTensorDictActor(Actor):
         """Act, and leave the state as it is."""
         return self._proceed(leaves)[0]
 
-    def follow(self, leaves: tuple[Tensor, ...]) -> None:
+    def follow(self, leaves: tuple[Tensor, ...]) -> Mapping[Key, Tensor]:
         """Move the state on by what is seen in a step that somebody else acts."""
-        self._memory.keep(self._proceed(leaves)[1])
+        values, state = self._proceed(leaves)
+        self._memory.keep(state)
+        return dict(zip(self._memory.keys, values, strict=False))  # the answer comes after the state
 
     @contextmanager
     def acting(self) -> Iterator[None]:
@@ -327,6 +354,7 @@ class RecurrentTensorDictActor(Actor):
                 f"initial_state gives {_names(lacking)} : expected keys that are among the module's in_keys, and under "
                 f"'next' among its out_keys"
             )
+        check_names([key[0] for key in state], RESERVED)
         if set(state) & set(self._observed):
             raise FrameContractError(
                 f"initial_state gives {_names(set(state) & set(self._observed))}, which the env gives too; rename them"
@@ -352,6 +380,8 @@ def _parts(state: Any, key: Key) -> Iterator[tuple[Key, Any]]:
     """The tensors of a state by key, in the order of its own."""
     if isinstance(state, (Mapping, TensorDictBase)):
         for name, value in state.items():
+            if not isinstance(name, (str, tuple)):
+                raise FrameContractError(f"a policy's state has the name {name!r} : expected a text")
             yield from _parts(value, key + as_key(name))
     elif isinstance(state, (tuple, list)):
         for position, value in enumerate(state):

@@ -228,7 +228,8 @@ class RolloutRunner:
                 actor, end = (self._warm_up, random_steps) if start < random_steps else (self.actor, steps)
                 wanted = min(columns.steps, end - start)
                 made, finals = self._act(actor, columns, wanted, interrupted)
-                assembly.take(columns, start, start + made, keys=actor.keys, finals=finals)
+                keys = actor.keys if actor is self.actor else (*actor.keys, *self.actor.carried)
+                assembly.take(columns, start, start + made, keys=keys, finals=finals)
                 columns.turn(made)
                 start += made
                 if made < wanted:
@@ -254,7 +255,8 @@ class RolloutRunner:
         try:
             for t in range(steps):
                 if recurrent is not None and actor is not recurrent:
-                    recurrent.follow(inputs[t])
+                    for key, entered in recurrent.follow(inputs[t]).items():
+                        columns.outputs[key][t].copy_(entered)
                 values = actor(inputs[t])
                 if targets is None:
                     targets, actions = columns.targets(actor.keys, values), columns.actions

@@ -83,7 +83,7 @@ def restore_successors(batch: TensorDictBase) -> TensorDictBase:
     table = table_of(batch)
     if table is None:
         return batch
-    whole = batch.exclude(SUCCESSORS)
+    whole = batch.exclude(SUCCESSORS).clone(recurse=False)  # what is nested in it, too, is a mapping of its own
     unbatched = batch.batch_dims == 1
     if tuple(batch.shape) != (table.shape[1:] if unbatched else table.shape):
         raise FrameContractError(

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from gymnasium.vector import SyncVectorEnv
@@ -317,6 +318,23 @@ def test_reset_of_a_copy_that_does_not_exist_raises(index):
         collector.collect()
         with pytest.raises((IndexError, ValueError)):
             collector.reset(index)
+
+
+@pytest.mark.parametrize("index", ["a", 1.0, True])
+def test_reset_of_what_is_no_number_of_a_copy_raises(index):
+    with Collector("CartPole-v1", num_envs=2, frames_per_batch=8) as collector:
+        collector.collect()
+        with pytest.raises(TypeError, match="index must be the number of an env copy or None, got"):
+            collector.reset(index)
+        collector.reset(np.int64(1))
+
+
+@pytest.mark.parametrize("name", [3, None])
+def test_attribute_whose_name_is_no_text_raises(name):
+    with Collector("CartPole-v1", num_envs=2, frames_per_batch=8, replay_buffer=[]) as collector:
+        for ask in (collector.getattr_env, collector.getattr_policy, collector.getattr_rb, collector.get_model):
+            with pytest.raises(TypeError, match=r"(must be a|is no) text"):
+                ask(name)
 
 
 def test_resetting_at_each_batch_begins_new_episodes():

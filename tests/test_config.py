@@ -90,6 +90,10 @@ def test_defaults_are_those_of_the_contract():
             lambda: DeviceConfig(storage="gpu"),
             "devices.storage must name a torch device or be None, got 'gpu'; use 'cpu' or 'cuda:0'",
         ),
+        (
+            lambda: DeviceConfig(policy=""),
+            "devices.policy must name a torch device or be None, got ''; use 'cpu' or 'cuda:0'",
+        ),
         (lambda: EvaluationConfig(num_episodes=0), "evaluation.num_episodes must be at least 1, got 0"),
         (lambda: EvaluationConfig(num_envs=0), "evaluation.num_envs must be at least 1 or None, got 0"),
         (lambda: EvaluationConfig(max_frames=0), "evaluation.max_frames must be at least 1 or None, got 0"),

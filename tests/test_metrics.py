@@ -321,6 +321,17 @@ def test_episode_whose_beginning_was_never_seen_is_not_counted():
     assert episodes.episodes.tolist() == [[3], [3]]
 
 
+def test_rows_of_a_batch_in_which_nothing_happened_belong_to_nobody():
+    statistics = EpisodeStatistics()
+    for step, ids in enumerate(([[2], [3]], [[-1], [3]])):  # copy 0 has left a game that copy 1 is still playing
+        mask, done = [[ids[0][0] >= 0], [True]], [[step == 0], [step == 1]]
+        batch = batch_of([[1.0], [10.0]], done, mask=mask, first=[[True], [step == 0]])
+        batch["collector", "traj_ids"] = torch.tensor(ids)
+        statistics.update(batch, 2)
+    assert statistics.episodes.tolist() == [[1.0, 20.0], [1.0, 2.0]]
+    assert statistics.finished.copies == [1]
+
+
 def test_batch_edges_that_end_trajectories_end_episodes_and_lose_none():
     episodes = EpisodeStatistics()
     episodes.update(part([[0, 0]], first=[[1, 0]], done=[[0, 1]]), total_copies=1)

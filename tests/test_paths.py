@@ -97,6 +97,12 @@ def test_resolve_refuses_a_malformed_path(path, position, root):
         resolve(root, path)
 
 
+@pytest.mark.parametrize("path", [None, 3, b"env.envs", ["env"]], ids=repr)
+def test_resolve_refuses_what_is_no_text(path, root):
+    with pytest.raises(TypeError, match=r"a path is no text : expected names .*, got "):
+        resolve(root, path)
+
+
 @pytest.mark.parametrize(
     "path", ["__class__", "env.__class__", "env.box.__dict__['gears']", "env.box.shift.__globals__"]
 )

@@ -87,6 +87,17 @@ WRONG: dict[str, tuple[Any, spaces.Space, str]] = {
         r"the policy gave no action.b : expected the leaves of the action space, got \['action.a'\]",
     ),
     "nothing": (lambda x: None, CHOICE, "the policy returned no action : expected a tensor, .* got NoneType"),
+    "an action that is a text": (
+        lambda x: {"action": "left"},
+        CHOICE,
+        "the policy's action cannot be stored : expected a tensor or an array of numbers, got str",
+    ),
+    "an extra that is nothing": (
+        lambda x: {"action": x[:, 0].long(), "deep": {"x": None}},
+        CHOICE,
+        "the policy's deep.x cannot be stored : .* got NoneType",
+    ),
+    "a number as a name": (lambda x: {"action": x[:, 0].long(), 3: x}, CHOICE, "returned a value under 3 : expected a"),
     "a taken name": (lambda x: {"action": x, "done": x}, CHOICE, r"returned \['done'\], names that the batch itself"),
     "a taken name with parameters": (lambda x: {"logits": x, "next": x}, CHOICE, r"returned \['next'\], names"),
     "the observation's name": (
@@ -134,6 +145,20 @@ def test_one_scale_for_one_copy_and_one_dimension_raises():
     message = "scale must have one row for each env copy"  # its steps fit, its log-probability would not
     with Collector(one, policy, frames_per_batch=4) as collector, pytest.raises(FrameContractError, match=message):
         collector.collect()
+
+
+@pytest.mark.parametrize("extra", [torch.zeros(N), np.zeros(N)], ids=["tensor", "array"])
+def test_answer_that_lacks_what_it_had_at_first_raises(extra):
+    calls = []
+
+    def policy(observation: Tensor) -> dict[str, Any]:
+        calls.append(observation)
+        return {"action": observation[:, 0].long(), **({"value": extra} if len(calls) < 3 else {})}
+
+    with pytest.raises(
+        FrameContractError, match=r"the policy's answer lacks 'value' : expected \['action', 'value'\] each"
+    ):
+        collect(policy)
 
 
 def test_answer_whose_shape_changes_raises():

@@ -102,9 +102,9 @@ def test_preview_leaves_the_state_and_follow_moves_it():
     assert actor.keys == (("state",), ("action",))
     assert stored(actor, "preview") == {"state": [0] * N}
     with actor.acting():
-        assert actor.follow((SEEN,)) is None
+        assert {key: entered.tolist() for key, entered in actor.follow((SEEN,)).items()} == {("state",): [0] * N}
         actor.restart(np.array([0]))
-        actor.follow((SEEN,))
+        assert {key: entered.tolist() for key, entered in actor.follow((SEEN,)).items()} == {("state",): [0, 1, 1]}
     assert stored(actor, "preview") == {"state": [1, 2, 2]}
     assert stored(actor) == {"state": [1, 2, 2]}
 
@@ -273,6 +273,13 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "first state of other rows": ((torch.zeros(2),), None, r"expected shape \(3, ...\) for state.0, got .* \(2,\)"),
     "first state of numbers": ({"h": 0.0}, None, "for state.h, got float"),
     "no first state": ((), None, r"must give the same tensors each time : expected at least one, got \[\]"),
+    "a part twice": (
+        {("a", "b"): ones, "a": {"b": ones}},
+        None,
+        "under a name of its own, got .*'state.a.b', 'state.a.b'",
+    ),
+    "a number as a name": ({0: ones}, None, "a policy's state has the name 0 : expected a text"),
+    "three answers": (ones, (ACTION, ones, ones), "expected a tuple of two, got tuple of 3"),
     "a name that is taken": (ones, ({"action": ACTION, "state": ones}, ones), r"returned \['state'\], names"),
 }
 
@@ -282,6 +289,21 @@ def test_what_does_not_fit_is_named(first, answer, message):
     actor = actor_of(Wrong(first, answer))
     with pytest.raises(FrameContractError, match=message), actor.acting():
         actor((SEEN,))
+
+
+@pytest.mark.parametrize(
+    "later", [torch.ones(N, 1), torch.ones(N), torch.ones(1, N, 4)[0, :, :, None], torch.ones(N, 4, dtype=torch.cfloat)]
+)
+def test_first_state_that_changes_its_kind_is_named(later):
+    policy = Adds(torch.ones(N, 4))
+    actor = actor_of(policy)
+    stored(actor)
+    policy.first = later
+    actor.restart(np.array([1]))
+    with pytest.raises(
+        FrameContractError, match=r"the same tensors each time : expected torch.float32 with shape \(3, 4\)"
+    ):
+        stored(actor)
 
 
 def test_observation_of_the_same_name_is_refused():
@@ -335,6 +357,10 @@ WRONG_MODULES: dict[str, tuple[Any, str]] = {
     "no mapping": (Core(ones), "must give a mapping of its state's keys, got Tensor"),
     "not among the inputs": (Core({"g": ones}), r"initial_state gives \['g'\] : expected keys that are among the mod"),
     "not among the outputs": (Core(out="h"), r"initial_state gives \['h'\] : expected keys .* under 'next' among"),
+    "the batch's": (
+        Core({"done": ones}, in_keys=("observation", "done", "is_init"), out=("next", "done")),
+        r"returned \['done'\], names that the batch itself takes",
+    ),
     "the env's": (
         Core({"observation": ones}, in_keys=("observation", "h", "is_init"), out=("next", "observation")),
         r"initial_state gives \['observation'\], which the env gives too; rename them",

@@ -104,6 +104,13 @@ def test_unbatched_batch_is_restored():
     check_batch(batch)
 
 
+def test_compact_batch_stays_compact_when_it_is_restored():
+    (batch,) = batches(Pictures, compact=True, count=1)
+    before = set(batch.keys(True, True))
+    assert ("next", "picture") in restore_successors(batch).keys(True, True)
+    assert set(batch.keys(True, True)) == before
+
+
 def test_full_batch_is_returned_as_it_is():
     (batch,) = batches(CountingEnv, compact=False, count=1)
     assert restore_successors(batch) is batch

@@ -182,10 +182,9 @@ class DirectEnv(BatchedEnv):
             return FrameContractError(f"{self._name(index)}, {doing}: {error}")
         if isinstance(error, (TypeError, ValueError)) and error.__traceback__ and error.__traceback__.tb_next is None:
             # Raised in this file, not below it: the tuple could not be unpacked or the reward is no number.
-            return FrameContractError(
-                f"{self._name(index)}, {doing}: expected (observation, reward, terminated, truncated, info) "
-                f"with a number as the reward ({error})"
-            )
+            wanted = "(observation, reward, terminated, truncated, info) with a number as the reward"
+            wanted = wanted if doing == "step" else "a reset that takes a seed and gives (observation, info)"
+            return FrameContractError(f"{self._name(index)}, {doing}: expected {wanted} ({error})")
         return env_failed(self._name(index), doing, error)
 
     def _name(self, index: int) -> str:

@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from lit_collect.config import RolloutConfig
 from lit_collect.envs.base import BatchedEnv, EnvFactory, env_failed
 from lit_collect.envs.direct import DirectEnv
-from lit_collect.envs.names import ACCEPTED, as_wrapper, check_id, import_path, is_env_id
+from lit_collect.envs.names import ACCEPTED, as_kwargs, as_wrapper, check_id, import_path, is_env_id
 from lit_collect.envs.pettingzoo import ParallelEnvAdapter, count_agents, is_parallel_env, make_games, refuse_turn_based
 from lit_collect.envs.vector import VectorEnvAdapter
 from lit_collect.envs.vector_factory import VectorEnvFactory
@@ -66,7 +66,7 @@ class GymEnvFactory(EnvFactory):
     ) -> None:
         check_id(env_id)
         self.env_id = env_id
-        self.make_kwargs = dict(make_kwargs or {})
+        self.make_kwargs = as_kwargs(make_kwargs)
         self.wrappers = tuple(wrappers)
         self._wrap = tuple(as_wrapper(wrapper) for wrapper in self.wrappers)
 

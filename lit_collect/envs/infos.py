@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from lit_collect.envs.base import brief
 from lit_collect.envs.spaces import LeafSpec, TreeSpec
 from lit_collect.envs.texts import CODE, encode_text
 from lit_collect.errors import FrameContractError
-from lit_collect.frames import ACTION_MASK, REPORTED, RESERVED_OBSERVED
+from lit_collect.frames import ACTION_MASK, REPORTED, RESERVED_OBSERVED, Key, is_private
 
 _DECLARATION = re.compile(r"(?P<name>[^:\[\]]+)(:(?P<dtype>\w+)(\[(?P<shape>\d+(,\s*\d+)*)\])?)?")
 _MISSING = object()
@@ -48,6 +49,7 @@ class InfoReader:
         self._action = action_spec
         own = dict.fromkeys(text for text in declared if not _is_observed(text))
         self._values = [self._declare(text) for text in own]
+        _check_distinct([leaf.key for leaf in self._values])
         self._mask: LeafSpec | None = None
         self._complete = ACTION_MASK in self._observed or any(leaf.key == ACTION_MASK for leaf in self._values)
         self.leaves: tuple[LeafSpec, ...] = tuple(leaf for value in self._values for leaf in (value, _flag_of(value)))
@@ -102,33 +104,54 @@ class InfoReader:
             values.append(np.ones(self._mask.shape, bool) if found is None else self._admit_mask(found))
         return values
 
-    def read_all(self, infos: Mapping[str, Any], num_envs: int) -> list[np.ndarray]:
+    def discover_all(self, infos: Mapping[str, Any], num_envs: int) -> None:
+        """Look for an action mask in the infos of a vector env's very first reset: that of the first copy with one.
+
+        Args:
+            infos: of all copies.
+            num_envs: how many they are.
+
+        Raises:
+            FrameContractError: if the mask does not fit the action space.
+        """
+        try:
+            first = next(_rows(infos, ACTION_MASK, num_envs), None)
+            self.discover({} if first is None else {ACTION_MASK[0]: first[1]})
+        except FrameContractError as error:
+            raise FrameContractError(f"vector env, reset: {error}") from error
+
+    def read_all(self, infos: Mapping[str, Any], num_envs: int, *, first: int = 0) -> list[np.ndarray]:
         """The values of all copies of a vector env.
 
         Args:
             infos: as the vector env returned them: arrays [N, ...] by name, and masks by ``_name``.
             num_envs: N.
+            first: index of the first copy among those of its rank, for messages.
 
         Returns:
             [N, ...] for each of `leaves`.
 
         Raises:
-            FrameContractError: if a value is not what was declared.
+            FrameContractError: if a value is not what was declared, naming the env copy.
         """
         columns: list[np.ndarray] = []
-        for leaf in self._values:
-            column = np.full((num_envs, *leaf.shape), _fill(leaf), leaf.dtype)
-            rows = dict(_rows(infos, leaf.path, num_envs))
-            for row, value in rows.items():
-                column[row] = _admit(leaf, value)
-            reported = np.zeros(num_envs, bool)
-            reported[list(rows)] = True
-            columns += [column, reported]
-        if self._mask is not None:
-            masks = np.ones((num_envs, *self._mask.shape), bool)
-            for row, value in _rows(infos, ACTION_MASK, num_envs):
-                masks[row] = self._admit_mask(value)
-            columns.append(masks)
+        row = 0
+        try:
+            for leaf in self._values:
+                column = np.full((num_envs, *leaf.shape), _fill(leaf), leaf.dtype)
+                rows = dict(_rows(infos, leaf.path, num_envs))
+                for row, value in rows.items():
+                    column[row] = _admit(leaf, value)
+                reported = np.zeros(num_envs, bool)
+                reported[list(rows)] = True
+                columns += [column, reported]
+            if self._mask is not None:
+                masks = np.ones((num_envs, *self._mask.shape), bool)
+                for row, value in _rows(infos, ACTION_MASK, num_envs):
+                    masks[row] = self._admit_mask(value)
+                columns.append(masks)
+        except FrameContractError as error:
+            raise FrameContractError(f"env copy {first + row}: {error}") from error
         return columns
 
     def _declare(self, text: str) -> LeafSpec:
@@ -137,16 +160,21 @@ class InfoReader:
             dtype = _dtype(found["dtype"] or "float32") if found else None
         except TypeError:
             dtype = None
-        if found is None or dtype is None or dtype.kind not in "biuf":
+        shape = tuple(int(size) for size in found["shape"].split(",")) if found and found["shape"] else ()
+        if found is None or dtype is None or dtype.kind not in "biuf" or 0 in shape:
             raise ValueError(
                 f"rollout.info_keys cannot be read : expected 'name', 'name:dtype' or 'name:dtype[3]' such as "
                 f"'success:bool', got {text!r}"
             )
         key = tuple(found["name"].strip().split("."))
+        if not all(key) or is_private(key):
+            raise ValueError(
+                f"rollout.info_keys: the name {'.'.join(key)!r} cannot be stored : expected parts that are not empty "
+                f"and begin with no underscore; a wrapper of the env can rename it"
+            )
         roots = {root for root, *_ in self._observed} | RESERVED_OBSERVED | {REPORTED}
         if key[0] in roots and key != ACTION_MASK:
             raise ValueError(f"rollout.info_keys: the name {key[0]!r} is taken by the batch or the observation")
-        shape = tuple(int(size) for size in found["shape"].split(",")) if found["shape"] else ()
         if found["dtype"] == "str":
             return replace(_leaf(key, shape[:1], CODE), space=spaces.Text(shape[0]))
         return _leaf(key, shape, dtype)
@@ -213,9 +241,23 @@ def _rows(infos: Any, path: tuple[str | int, ...], num_envs: int) -> Iterator[tu
         present = present & np.asarray(infos.get(f"_{part}", True), bool)
         infos = infos[part]
     for row in np.flatnonzero(present).tolist():
-        value = infos[row]
+        value = _of_row(infos, row, num_envs, whole)
         if value is not None:
             yield row, value
+
+
+def _of_row(values: Any, row: int, num_envs: int, name: str) -> Any:
+    """One copy's part of what a vector env reported."""
+    try:
+        count = None if isinstance(values, (Mapping, str)) else len(values)
+    except TypeError:  # a single value
+        count = None
+    if count != num_envs:
+        raise FrameContractError(
+            f"info {name!r} of a vector env is wrong : expected one value for each of {num_envs} env copies, "
+            f"got {brief(values)}"
+        )
+    return values[row]
 
 
 def _admit(leaf: LeafSpec, value: Any) -> np.ndarray:
@@ -246,9 +288,28 @@ def _admit(leaf: LeafSpec, value: Any) -> np.ndarray:
 
 def _as_mask(value: Any) -> np.ndarray:
     """A mask as bools; Gymnasium's tuple of one mask for each choice of a MultiDiscrete space becomes one array."""
-    if isinstance(value, tuple):
-        return np.concatenate([np.asarray(part).ravel() for part in value]).astype(bool)
-    return np.asarray(value).astype(bool)
+    try:
+        given = np.concatenate([np.ravel(part) for part in value]) if isinstance(value, tuple) else np.asarray(value)
+    except ValueError:  # ragged
+        given = np.asarray(None)
+    mask = given.astype(bool)
+    if given.dtype.kind != "b" and (given.dtype.kind not in "iuf" or (mask != given).any()):
+        raise FrameContractError(
+            f"info['action_mask'] is no mask : expected 1 for what is allowed and 0 for the rest, got {value!r}"
+        )
+    return mask
+
+
+def _check_distinct(keys: Sequence[Key]) -> None:
+    """Refuse names that are declared twice, or that lead into each other."""
+    for position, key in enumerate(keys):
+        for other in keys[:position]:
+            shorter = min(len(key), len(other))
+            if key[:shorter] == other[:shorter]:
+                raise ValueError(
+                    f"rollout.info_keys: {'.'.join(other)!r} and {'.'.join(key)!r} cannot both be stored : expected "
+                    f"each name once, and none that leads into another"
+                )
 
 
 def _mask_shape(action_spec: TreeSpec) -> tuple[int, ...] | None:

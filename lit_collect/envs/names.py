@@ -80,6 +80,19 @@ def import_path(path: str) -> Any:
     raise ValueError(f"{path!r} is no import path : expected a module and a name, such as 'pkg.mod.make_env'")
 
 
+def as_kwargs(given: object) -> dict[str, Any]:
+    """The keyword arguments of a maker of envs, as a dict of their own.
+
+    Raises:
+        TypeError: if they are no mapping of names.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise TypeError(f"make_kwargs must be a mapping of names to values, got {given!r}")
+    return dict(given)
+
+
 def as_wrapper(wrapper: str | Mapping[str, Any] | Callable[[Any], Any]) -> Callable[[Any], Any]:
     """What wraps an env.
 

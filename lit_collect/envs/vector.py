@@ -33,6 +33,7 @@ from lit_collect.envs.vector_quirks import (
     honours_mask,
     narrowed_info,
     read_spaces,
+    refuse_frozen_texts,
     refuse_lossy,
     seed_giver,
 )
@@ -58,7 +59,7 @@ class VectorEnvAdapter(BatchedEnv):
 
     Raises:
         ValueError: if the mode is unknown, if episodes cannot be cut in this mode, or if the env is known to lose
-            transitions or to hand out some of its copies at a time.
+            transitions or texts, or to hand out some of its copies at a time.
         TypeError: if a space cannot be stored.
 
     Example:
@@ -95,6 +96,7 @@ class VectorEnvAdapter(BatchedEnv):
         self._infos = InfoReader(info_keys, observation_spec=self.observation_spec, action_spec=self.action_spec)
         base = env.unwrapped
         refuse_lossy(base)
+        refuse_frozen_texts(base, self.observation_spec.leaves)
         self._async = base if isinstance(base, AsyncVectorEnv) else None
         if self._async is not None:
             bound_errors(self._async)
@@ -292,7 +294,8 @@ class VectorEnvAdapter(BatchedEnv):
             self._begun = True
             own = device_of(self.env, self.observation_spec.flatten(obs)[0])
             self._device = self.device if own is not None and self.device is not None else own
-            self._infos.discover(_first_mask(infos))
+            told = infos if self._device is None else tree_to_numpy(infos)
+            self._infos.discover_all(told, self.num_envs)
         leaves = self._check_leaves(obs, infos, "reset")
         return tuple([np.array(leaf, spec.stored) for leaf, spec in zip(leaves, self.leaves, strict=True)])
 
@@ -318,7 +321,7 @@ class VectorEnvAdapter(BatchedEnv):
         if narrowed is not None:
             self._warned_of_infos = True
             warnings.warn(narrowed, stacklevel=6)
-        return self._infos.read_all(infos, self.num_envs)
+        return self._infos.read_all(infos, self.num_envs, first=self.first)
 
     def _final_infos(self, given: Any) -> list[np.ndarray]:
         """What the infos said of the terminal observations: nothing, one mapping of arrays, or mappings by copy."""
@@ -345,7 +348,13 @@ class VectorEnvAdapter(BatchedEnv):
         return leaves
 
     def _encode_texts(self, texts: Any, index: int) -> np.ndarray:
-        return np.stack([self.observation_spec.leaves[index].admit(text) for text in texts])
+        return np.stack([self._encode_text(text, index, row) for row, text in enumerate(texts)])
+
+    def _encode_text(self, text: Any, index: int, row: int) -> np.ndarray:
+        try:
+            return self.observation_spec.leaves[index].admit(text)
+        except FrameContractError as error:
+            raise FrameContractError(f"{self._name(row)}: {error}") from error
 
     def _check_row(self, value: Any, name: str, kinds: str = "bu") -> np.ndarray:
         """One value for each copy, of these kinds of numbers (some envs give their flags as bytes of 0 and 1)."""
@@ -375,15 +384,6 @@ class VectorEnvAdapter(BatchedEnv):
         if not isinstance(error, Exception):
             raise error
         raise env_failed("vector env", doing, error) from error
-
-
-def _first_mask(infos: Any) -> Mapping[str, Any]:
-    """The action mask of the first copy that reports one, as an info of its own."""
-    given = infos.get("action_mask") if isinstance(infos, Mapping) else None
-    if given is None:
-        return {}
-    rows = np.flatnonzero(to_numpy(infos.get("_action_mask", True)))
-    return {"action_mask": tree_to_numpy(given[int(rows[0])])} if len(rows) else {}
 
 
 def _equal(first: np.ndarray, second: np.ndarray) -> bool:

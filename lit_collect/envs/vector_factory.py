@@ -8,7 +8,7 @@ import gymnasium
 from gymnasium.vector import VectorEnv
 
 from lit_collect.envs.base import EnvFactory
-from lit_collect.envs.names import check_id, import_path, is_env_id
+from lit_collect.envs.names import as_kwargs, check_id, import_path, is_env_id
 from lit_collect.envs.vector_quirks import as_vector_env, refuse_dm
 
 
@@ -30,7 +30,7 @@ class VectorEnvFactory(EnvFactory):
 
     Raises:
         ValueError: if the id is unknown, a path leads nowhere, or `num_envs` is less than 1.
-        TypeError: if the path leads to something that cannot be called.
+        TypeError: if the path leads to something that cannot be called, or an argument is of another kind.
 
     Example:
         >>> factory = VectorEnvFactory("CartPole-v1", 4)
@@ -54,7 +54,7 @@ class VectorEnvFactory(EnvFactory):
         _maker(env_id, vectorization_mode)
         self.env_id = env_id
         self.num_envs = num_envs
-        self.make_kwargs = dict(make_kwargs or {})
+        self.make_kwargs = as_kwargs(make_kwargs)
         self.vectorization_mode = vectorization_mode
         self.autoreset = autoreset
 
@@ -84,6 +84,8 @@ class VectorEnvFactory(EnvFactory):
 
 def _maker(env_id: str, vectorization_mode: str | None) -> Callable[..., Any]:
     """What makes the vector env of a name; another process looks it up again."""
+    if not isinstance(env_id, str):
+        raise TypeError(f"env_id must be a string, got {env_id!r}")
     if is_env_id(env_id):
         check_id(env_id)
         return functools.partial(gymnasium.make_vec, env_id, vectorization_mode=vectorization_mode)

@@ -5,6 +5,7 @@
 | `AsyncVectorEnv` | without shared memory forgets only by stepping that a copy is to be reset | rows are masked |
 | | waits for dead workers without a limit when closed | `close_async` |
 | | waits without a limit for an exception that could not be pickled | `BoundedErrors` |
+| | with shared memory gives the texts of its first reset for ever | refused where a text is stored |
 | both of Gymnasium | an info has the dtype of the copy that reports it first, so that 2.7 becomes 2 | `narrowed_info` |
 | `CartPoleVectorEnv` | takes ``reset_mask`` and resets all copies | rows are masked |
 | vector wrappers | forget the running episodes at a partial reset | rows are masked |
@@ -248,6 +249,24 @@ def refuse_lossy(base: Any) -> None:
         raise ValueError(
             f"{describe_env(base)} hands out {rows} of its {base.num_envs} copies at a time : expected all of them in "
             f"every step, got batch_size={rows}; make it without batch_size"
+        )
+
+
+def refuse_frozen_texts(base: Any, leaves: Sequence[LeafSpec]) -> None:
+    """Refuse texts of an `AsyncVectorEnv` that reads them from shared memory once, when it is made (Gymnasium 1.4).
+
+    Args:
+        base: the vector env without its wrappers.
+        leaves: of the observation, as far as it is stored.
+
+    Raises:
+        ValueError: naming the text.
+    """
+    text = next((".".join(leaf.key) for leaf in leaves if leaf.is_text), None)
+    if text is not None and isinstance(base, AsyncVectorEnv) and base.shared_memory:
+        raise ValueError(
+            f"the text {text!r} of {describe_env(base)} never changes (an error of Gymnasium) : expected an "
+            f"AsyncVectorEnv with shared_memory=False; make it so, or leave '{text}:str' out of rollout.info_keys"
         )
 
 

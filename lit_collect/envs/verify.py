@@ -69,7 +69,8 @@ class VerifiedEnv(BatchedEnv):
             FrameContractError: if an error is found.
         """
         leaves = self.env.reset(seeds, mask)
-        _tell(self._inspector.after_reset(leaves, mask))
+        if not self._inspector.satisfied:  # else it has not seen what came before
+            _tell(self._inspector.after_reset(leaves, mask))
         return leaves
 
     def step_into(self, action: Leaves, views: StepViews) -> Sequence[Final]:
@@ -322,8 +323,8 @@ class Inspector:
                 yield _warning(
                     "aliasing",
                     f"{self._name(final.row)}, like others before, ended an episode with the very observation that the "
-                    f"next one begins with : the env seems to reuse its observation array, or to reset itself; return the terminal "
-                    f"observation in an array of its own",
+                    f"next one begins with : the env seems to reuse its observation array, or to reset itself; "
+                    f"return the terminal observation in an array of its own",
                 )
 
     def _observed(self, leaves: Leaves) -> Leaves:

@@ -201,6 +201,15 @@ def test_a_malformed_answer_names_copy_and_call(where, answer, message):
         env.reset() if where == "reset" else env.step(zeros(env))
 
 
+def test_a_reset_that_takes_no_seed_is_told_so():
+    class Seedless(CountingEnv):
+        def reset(self):
+            return super().reset()
+
+    with pytest.raises(FrameContractError, match=r"^env copy 0, reset: expected a reset that takes a seed .* 'seed'"):
+        DirectEnv([Seedless()]).reset()
+
+
 def test_a_reward_that_is_no_number_names_the_copy():
     env = DirectEnv([ScriptedEnv([[0.0], [1.0]], [[1, 2]])])
     env.reset()

@@ -351,6 +351,12 @@ def test_a_wrong_wrapper_is_refused_at_once(wrapper, error, message):
         GymEnvFactory("CartPole-v1", wrappers=[wrapper])
 
 
+@pytest.mark.parametrize("kwargs", [[1], "ab", {3: 4}], ids=repr)
+def test_keyword_arguments_are_a_mapping_of_names(kwargs):
+    with pytest.raises(TypeError, match="make_kwargs must be a mapping of names to values, got"):
+        GymEnvFactory("CartPole-v1", kwargs)
+
+
 class Taker:
     """Stands for a class whose constructor a YAML file calls."""
 

@@ -118,7 +118,10 @@ def test_value_that_means_the_declared_one_is_taken(declared, value, expected):
     assert reader(declared).read({name: value})[0].item() == expected
 
 
-@pytest.mark.parametrize("declared", ["", "a:", "a:object", "a:float32[x]", ":bool", "a:complex64", 3, "a:str[]"])
+UNREADABLE = ["", "a:", "a:object", "a:float32[x]", ":bool", "a:complex64", 3, "a:str[]", "a:str[0]", "a:float32[2,0]"]
+
+
+@pytest.mark.parametrize("declared", UNREADABLE)
 def test_declaration_that_cannot_be_read_is_an_error(declared):
     with pytest.raises(ValueError, match="info_keys cannot be read"):
         reader(declared)
@@ -128,6 +131,56 @@ def test_declaration_that_cannot_be_read_is_an_error(declared):
 def test_name_that_is_taken_is_an_error(name):
     with pytest.raises(ValueError, match="is taken by the batch or the observation"):
         reader(name)
+
+
+@pytest.mark.parametrize("name", ["a..b", ".a", "a.", "_a", "a._b:bool"])
+def test_name_that_no_batch_can_show_is_an_error(name):
+    with pytest.raises(
+        ValueError, match="cannot be stored : expected parts that are not empty and begin with no under"
+    ):
+        reader(name)
+
+
+@pytest.mark.parametrize("names", [("a", "a:int64"), ("a.b", "a"), ("a:bool", "a.b.c"), ("x", "a.b", "a.b:bool")])
+def test_names_that_are_in_each_others_way_are_an_error(names):
+    with pytest.raises(ValueError, match=r"'a(\.b)?' and 'a.*' cannot both be stored|'a.b' and 'a' cannot both"):
+        reader(*names)
+
+
+def test_names_that_merely_begin_alike_are_taken():
+    assert len(reader("a.b", "a.bc", "ab").leaves) == 6
+
+
+ROWLESS = {
+    "number": 3.0,
+    "0-d": np.float32(3),
+    "too many": np.zeros(3),
+    "too few": [1.0],
+    "text": "ab",
+    "mapping": {0: 1.0, 1: 2.0},
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("value", ROWLESS.values(), ids=ROWLESS.keys())
+def test_value_of_a_vector_env_that_has_no_row_for_each_copy_is_an_error(value):
+    expected = r"info 'speed' of a vector env is wrong : expected one value for each of 2 env copies, got"
+    with pytest.raises(FrameContractError, match=f"^env copy 4: {expected}"):
+        reader("speed").read_all({"speed": value}, 2, first=4)
+    with pytest.raises(FrameContractError, match=r"^vector env, reset: info 'action_mask' of a vector env is wrong"):
+        reader().discover_all({"action_mask": value}, 2)
+
+
+def test_wrong_value_of_a_vector_env_names_its_copy():
+    with pytest.raises(FrameContractError, match=r"^env copy 5: info 'speed' is no number"):
+        reader("speed").read_all({"speed": np.array([1.0, "fast"], object)}, 2, first=4)
+
+
+def test_mask_of_a_vector_env_is_that_of_the_first_copy_that_reports_one():
+    found = reader()
+    masks = np.array([None, np.array([1, 0, 1], np.int8)], object)
+    found.discover_all({"action_mask": masks, "_action_mask": np.array([False, True])}, 2)
+    assert [leaf.shape for leaf in found.leaves] == [(3,)]
 
 
 def test_read_all_takes_the_rows_that_reported():
@@ -172,10 +225,24 @@ def test_mask_is_found_once_and_filled_with_permissions():
     assert late.leaves == ()
 
 
-@pytest.mark.parametrize("mask", [np.ones(4), np.ones((3, 1)), 1])
+@pytest.mark.parametrize("mask", [np.ones(4), np.ones((3, 1)), 1, True])
 def test_mask_that_does_not_fit_the_actions_is_an_error(mask):
     with pytest.raises(FrameContractError, match=r"action_mask.* does not fit .* expected shape \(3,\)"):
         reader().discover({"action_mask": mask})
+
+
+NO_MASKS = [[0.0, -np.inf, 0.0], [1, 2, 0], [np.nan] * 3, "abc", {"a": 1}, [[1], [1, 0]], (["x"], [1])]
+
+
+@pytest.mark.parametrize("mask", NO_MASKS, ids=repr)
+def test_what_is_no_mask_is_an_error(mask):
+    found = reader()
+    found.discover({"action_mask": np.ones(3)})
+    for look in (found.read, reader().discover):
+        with pytest.raises(
+            FrameContractError, match=r"info\['action_mask'\] is no mask : expected 1 for what is allowed"
+        ):
+            look({"action_mask": mask})
 
 
 def test_mask_that_changes_its_shape_is_an_error():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from lit_collect import Collector, FrameContractError, RolloutConfig, decode_texts
 from lit_collect.envs.texts import encode_text
@@ -35,6 +35,11 @@ def sources():
     yield Missions
     for mode in AutoresetMode:
         yield lambda mode=mode: SyncVectorEnv([Missions] * 2, autoreset_mode=mode)
+        yield lambda mode=mode: in_processes(shared_memory=False, autoreset_mode=mode)
+
+
+def in_processes(**options):
+    return AsyncVectorEnv([Missions] * 2, context="fork", **options)
 
 
 @pytest.mark.parametrize("env", list(sources()))
@@ -50,12 +55,37 @@ def test_named_text_is_kept_beside_its_observation(env):
     assert (batch["next", "image"] == 3).any(), "terminal observations are there"
 
 
+def test_text_that_gymnasium_reads_only_once_is_refused():
+    rollout = RolloutConfig(info_keys=("mission:str",))
+    with pytest.raises(
+        ValueError, match=r"the text 'mission' of AsyncVectorEnv\(.* never changes .*shared_memory=False"
+    ):
+        Collector(in_processes, num_envs=2, frames_per_batch=16, rollout=rollout)
+
+
 def test_text_that_is_not_named_is_left_out_with_one_warning():
     with pytest.warns(UserWarning, match=r"the texts \['mission'\] are not stored; .*'mission:str'") as caught:
         collector = Collector(Missions, num_envs=3, frames_per_batch=9)
     assert len(caught) == 1
     with collector:
         assert "mission" not in collector.collect()
+
+
+def test_wrong_text_of_a_vector_env_names_its_copy():
+    class Wordy(Missions):
+        def _seen(self):
+            return {**super()._seen(), "mission": "far too long a text" if self._t else "short"}
+
+    rollout = RolloutConfig(info_keys=("mission:str",))
+    with (
+        Collector(
+            lambda: SyncVectorEnv([Missions, Wordy]), num_envs=2, frames_per_batch=16, rollout=rollout
+        ) as collector,
+        pytest.raises(
+            FrameContractError, match=r"^env copy 1: mission is wrong : expected a text of up to 8 characters"
+        ),
+    ):
+        collector.collect()
 
 
 def test_name_of_no_text_is_an_error():

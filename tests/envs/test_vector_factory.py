@@ -177,6 +177,7 @@ def test_a_subclass_named_by_its_path_says_its_copies(module):
         (("no_such.make", 2), ValueError, "'no_such.make' cannot be imported"),
         (("users_vectors.not_callable", 2), TypeError, "'users_vectors.not_callable' leads to no callable, got 3"),
         (("CartPole-v1", 0), ValueError, "num_envs must be at least 1, got 0"),
+        ((3, 2), TypeError, "env_id must be a string, got 3"),
         (("CartPole-v1", True), ValueError, "num_envs must be at least 1, got True"),
     ],
     ids=repr,
@@ -184,6 +185,12 @@ def test_a_subclass_named_by_its_path_says_its_copies(module):
 def test_what_cannot_be_made_is_refused_at_once(arguments, error, message, module):
     with pytest.raises(error, match=message):
         VectorEnvFactory(*arguments)
+
+
+@pytest.mark.parametrize("kwargs", [[1], "ab", {3: 4}], ids=repr)
+def test_keyword_arguments_are_a_mapping_of_names(kwargs):
+    with pytest.raises(TypeError, match="make_kwargs must be a mapping of names to values, got"):
+        VectorEnvFactory("CartPole-v1", 2, make_kwargs=kwargs)
 
 
 def test_a_vectorization_mode_is_for_ids_alone():

@@ -237,7 +237,11 @@ def answer_of(position, value):
         ),
         (lambda: make_direct(Walk, answer_of(0, None)), "error", "env copy 1, step: observation is None"),
         (lambda: make_direct(Forgetful), "warning", "env copy 0: observation differs after two resets with the same"),
-        (lambda: make_direct(SelfResetting), "warning", "env copy 0 ended an episode with the very observation that"),
+        (
+            lambda: make_direct(SelfResetting),
+            "warning",
+            "env copy 0, like others before, ended an episode with the very",
+        ),
         (lambda: VectorEnvAdapter(Freezing()), "warning", "env copy 1 stands still in every step that resets another"),
         (lambda: VectorEnvAdapter(Paying()), "warning", "a copy gave a reward of 1 in the step that resets it"),
         (lambda: Own("kinds"), "error", "all env copies, reset: expected arrays float32 (3, 1), got float64 (3, 1)"),
@@ -325,6 +329,14 @@ def test_a_verified_env_steps_out_of_the_way_after_two_episodes_of_each_copy():
     env = VerifiedEnv(make_direct(Late))
     step_all(env, 12)  # the third episode leaves the space, which nobody looks at any more
     assert env.step_into == env.env.step_into
+
+
+def test_a_verified_env_that_stepped_out_of_the_way_blames_no_partial_reset():
+    env = VerifiedEnv(make_direct(Walk, Walk))
+    step_all(env, 13)
+    seen = env.step((np.zeros(2, np.int64),)).obs[0].copy()
+    assert env.step_into == env.env.step_into
+    assert env.reset(mask=np.array([True, False]))[0][1].tolist() == seen[1].tolist()
 
 
 def test_a_verified_env_is_what_it_wraps():
