@@ -72,6 +72,7 @@ def restore_successors(batch: TensorDictBase) -> TensorDictBase:
         FrameContractError: if rows of the batch were picked or rearranged since it was collected.
 
     Example:
+        >>> from lit_collect import Collector, RolloutConfig
         >>> rollout = RolloutConfig(compact_obs=True)
         >>> with Collector("CartPole-v1", num_envs=2, frames_per_batch=8, rollout=rollout, seed=0) as collector:
         ...     batch = collector.collect()
