@@ -104,6 +104,40 @@ def taken_argument(policy: Any, name: str) -> Taken:
         >>> taken_argument(lambda observation, action_mask=None: observation, "action_mask")
         'optional'
     """
+    signature, names = _signature(policy)
+    parameter = None if signature is None else signature.parameters.get(name)
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if parameter is None or parameter.kind not in by_keyword or name in names:
+        return "no"
+    return "required" if parameter.default is inspect.Parameter.empty else "optional"
+
+
+def check_call(policy: Any, *, recurrent: bool) -> None:
+    """Check that a policy can be called with an observation, as far as can be seen.
+
+    Args:
+        policy: see `taken_argument`.
+        recurrent: whether it is called with a state, too.
+
+    Raises:
+        TypeError: if its call takes fewer arguments, or needs more.
+    """
+    signature, names = _signature(policy)
+    if signature is None or (isinstance(policy, nn.Module) and policy._forward_pre_hooks):  # which may give arguments
+        return
+    mask = {} if taken_argument(policy, ACTION_MASK[0]) == "no" else {ACTION_MASK[0]: None}
+    try:
+        signature.bind(*[None] * (1 + recurrent), **{**dict.fromkeys(names), **mask})
+    except TypeError as error:
+        called = "policy(observation, state)" if recurrent else "policy(observation)"
+        hint = "" if recurrent else "; what builds a policy must be a PolicyFactory, one with a state has initial_state"
+        raise TypeError(
+            f"policy cannot be called : expected {called} to do, got {error} for parameters {signature}{hint}"
+        ) from error
+
+
+def _signature(policy: Any) -> tuple[inspect.Signature | None, set[str]]:
+    """The parameters of a policy's call that partials left free, None where it does not tell; names they gave."""
     given: list[Any] = []
     names: set[str] = set()
     while isinstance(policy, functools.partial) or uncompiled(policy) is not policy:
@@ -115,13 +149,9 @@ def taken_argument(policy: Any, name: str) -> Taken:
     if isinstance(policy, nn.Module) and type(policy).__call__ is nn.Module.__call__:
         policy = policy.forward
     try:
-        parameter = inspect.signature(functools.partial(policy, *given)).parameters.get(name)
+        return inspect.signature(functools.partial(policy, *given)), names
     except (TypeError, ValueError):  # built-in functions and scripts do not tell
-        return "no"
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    if parameter is None or parameter.kind not in by_keyword or name in names:
-        return "no"
-    return "required" if parameter.default is inspect.Parameter.empty else "optional"
+        return None, names
 
 
 def is_compiled(policy: Any) -> bool:

@@ -1,6 +1,7 @@
 """The command ``lit-collect fit|validate|test|predict|doctor|tune``: LightningCLI with what collecting needs."""
 
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -14,10 +15,11 @@ import torch
 import yaml  # type: ignore[import-untyped]  # its types are a package of their own
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lit_collect.callbacks import CollectionMonitor, FrameProgress, LearningCurve, WeightSync
-from lit_collect.errors import LitCollectError
+from lit_collect.errors import BackendUnavailableError, LitCollectError
 
 _DESCRIPTION = (
     "Train, evaluate and play with what lit_collect collects: Lightning's command line, and two commands of its own."
@@ -27,6 +29,8 @@ _EPILOG = (
     "wrong, and 'lit-collect tune --config CONFIG' measures which num_envs and backend make most frames per second. "
     "Each has a --help of its own."
 )
+_USAGE = "lit-collect [-c CONFIG] {fit,validate,test,predict,doctor,tune} ..."
+_SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _ALWAYS_ON = {"weight_sync": WeightSync, "monitor": CollectionMonitor, "progress": FrameProgress}
 
 
@@ -49,10 +53,24 @@ class CollectorCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"description": _DESCRIPTION, "epilog": _EPILOG},
+            parser_kwargs={
+                "description": _DESCRIPTION,
+                "epilog": _EPILOG,
+                # A wrong option shows the usage, and what is wrong should not stand below sixty lines of it.
+                **{
+                    name: {"usage": f"lit-collect {name} --config CONFIG [--KEY.KEY=VALUE ...]"}
+                    for name in _SUBCOMMANDS
+                },
+            },
             args=args,
             run=run,
         )
+
+    @override
+    def setup_parser(self, *args: Any) -> None:
+        """Set up the parsers; the usage names the two commands besides the subcommands."""
+        super().setup_parser(*args)
+        self.parser.usage = _USAGE
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -82,7 +100,7 @@ class CollectorCLI(LightningCLI):
         """Instantiate all classes; an error of a constructor is shown as it is, not as what a parser makes of it."""
         try:
             super().instantiate_classes()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, BackendUnavailableError) as error:
             raise _own_error(error) from None
 
     def after_fit(self) -> None:
@@ -124,6 +142,8 @@ def summary(trainer: L.Trainer) -> list[str]:
     for name, key in (("training return", "episode/return_mean"), ("evaluation", "eval/return_mean")):
         if key in metrics:
             over = f" over {int(metrics['eval/episodes'])} episodes" if key.startswith("eval") else ""
+            if key.startswith("episode") and "episode/count_total" not in metrics:
+                over = " so far: no episode has ended"
             lines.append(f"{name:15} {float(metrics[key]):.1f}{over}")
     return lines
 
@@ -137,6 +157,9 @@ def main(args: ArgsType = None) -> int:
 
     Returns:
         The exit status.
+
+    Raises:
+        SystemExit: with 2 after wrong usage, and after a setting that lit_collect refuses; with 143 after SIGTERM.
     """
     # Lightning 2.6 asks torch 2.13 a question in a deprecated way, at every start.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
@@ -145,7 +168,15 @@ def main(args: ArgsType = None) -> int:
     given = sys.argv[1:] if args is None else args
     if isinstance(given, Sequence) and given and given[0] in _COMMANDS:
         return _COMMANDS[given[0]](given[1:])
-    CollectorCLI(args)
+    try:
+        CollectorCLI(args)
+    except SIGTERMException as error:  # a SystemExit with status 0, as if the run had come to its end
+        raise SystemExit(128 + signal.SIGTERM) from error
+    except (ValueError, TypeError, BackendUnavailableError) as error:
+        if not _is_refusal(error):
+            raise
+        print(f"lit-collect: error: {error}", file=sys.stderr)  # noqa: T201  # as a parser says it
+        raise SystemExit(2) from error
     return 0
 
 
@@ -213,11 +244,24 @@ def _own_error(error: BaseException) -> BaseException:
     """The exception that a constructor raised, within what jsonargparse wrapped around it."""
     inner: BaseException | None = error
     while inner is not None:
-        frames = list(traceback.walk_tb(inner.__traceback__))
-        if frames and not frames[-1][0].f_globals.get("__name__", "").startswith("jsonargparse"):
+        origin = _origin(inner)
+        if origin and not origin.startswith("jsonargparse"):
             return inner
         inner = inner.__cause__ or inner.__context__
     return error
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether one of our classes refused a setting while it was made: then the message says it all."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    instantiating = any(frame.f_code is CollectorCLI.instantiate_classes.__code__ for frame in frames)
+    return instantiating and _origin(error).partition(".")[0] in ("lit_collect", "trainers")
+
+
+def _origin(error: BaseException) -> str:
+    """The name of the module that raised an exception."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
 
 
 def _observation_spec(data: Any) -> dict[str, Any] | None:

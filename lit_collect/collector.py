@@ -12,7 +12,7 @@ from torch import nn
 from lit_collect import questions
 from lit_collect.backends import Backend, resolve_backend
 from lit_collect.budget import Budget
-from lit_collect.config import DeviceConfig, RolloutConfig, TrajectoryConfig, check_frames, refuse_later
+from lit_collect.config import DeviceConfig, RolloutConfig, TrajectoryConfig, check_frames, refuse_later, settings
 from lit_collect.devices import usable
 from lit_collect.envs.factories import EnvLike, resolve_env
 from lit_collect.errors import second_to
@@ -77,6 +77,7 @@ class Collector:
         seed: int | Placement | None = None,
         hooks: Hooks | Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
+        rollout, devices = settings(RolloutConfig, rollout, "rollout"), settings(DeviceConfig, devices, "devices")
         refuse_later(trajectories=trajectories)
         output = Output(Hooks.of(hooks), replay_buffer)
         source, backend = resolve_env(env), resolve_backend(backend)
@@ -145,6 +146,17 @@ class Collector:
         """Close, whatever happened."""
         with second_to(error):
             self.shutdown()
+
+    def __getstate__(self) -> Any:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a Collector cannot be pickled or copied : it holds envs and workers; build another one, and carry "
+            "state_dict() over where it shall go on"
+        )
 
     @property
     def frames_budget(self) -> int:
@@ -320,7 +332,7 @@ class Collector:
 
     def enable_profile(
         self,
-        workers: Sequence[int] = (0,),
+        workers: int | Sequence[int] = (0,),
         *,
         num_rollouts: int = 3,
         warmup_rollouts: int = 1,
@@ -340,7 +352,7 @@ class Collector:
             raise RuntimeError("profiling begins with the first batch; call enable_profile before it is collected")
         self._profile = self._group.profile(
             ProfileConfig(
-                workers=tuple(workers),
+                workers=(workers,) if isinstance(workers, int) else tuple(workers),
                 num_rollouts=num_rollouts,
                 warmup_rollouts=warmup_rollouts,
                 save_path=os.path.abspath(save_path),
@@ -402,7 +414,8 @@ class Collector:
         of the run has used. The number of workers may be another one.
 
         Raises:
-            ValueError: if the state was made with another number of env copies.
+            TypeError: if it is no state of a collector.
+            ValueError: if parts of it are missing, or it was made with another number of env copies.
         """
         self._stream.check_idle()
         self._ledger.check(state)

@@ -3,11 +3,13 @@
 They have no ``slots``: LightningCLI cannot parse a dataclass with slots.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
+C = TypeVar("C")
 Exploration = Literal["random", "mode", "mean", "deterministic"]
 _EXPLORATIONS = ("random", "mode", "mean", "deterministic")
 
@@ -59,8 +61,8 @@ class RolloutConfig:
             ValueError: naming the setting and the value.
         """
         if self.max_frames_per_traj is not None:
-            _at_least("rollout.max_frames_per_traj", self.max_frames_per_traj, 1, or_none=True)
-        _at_least("rollout.init_random_frames", self.init_random_frames, 0)
+            at_least("rollout.max_frames_per_traj", self.max_frames_per_traj, 1, or_none=True)
+        at_least("rollout.init_random_frames", self.init_random_frames, 0)
         _one_of("rollout.exploration", self.exploration, _EXPLORATIONS)
         given: object = self.info_keys  # YAML and saved hyperparameters give lists
         if not isinstance(given, (tuple, list)):
@@ -128,10 +130,10 @@ class UpdateConfig:
         Raises:
             ValueError: naming the setting and the value.
         """
-        _at_least("updates.epochs", self.epochs, 1)
-        _at_least("updates.updates_per_batch", self.updates_per_batch, 1)
+        at_least("updates.epochs", self.epochs, 1)
+        at_least("updates.updates_per_batch", self.updates_per_batch, 1)
         if self.minibatch_size is not None:
-            _at_least("updates.minibatch_size", self.minibatch_size, 1, or_none=True)
+            at_least("updates.minibatch_size", self.minibatch_size, 1, or_none=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,12 +199,12 @@ class EvaluationConfig:
         Raises:
             ValueError: naming the setting and the value.
         """
-        _at_least("evaluation.num_episodes", self.num_episodes, 1)
+        at_least("evaluation.num_episodes", self.num_episodes, 1)
         _one_of("evaluation.exploration", self.exploration, _EXPLORATIONS)
         if self.max_frames is not None:
-            _at_least("evaluation.max_frames", self.max_frames, 1, or_none=True)
+            at_least("evaluation.max_frames", self.max_frames, 1, or_none=True)
         if self.num_envs is not None:
-            _at_least("evaluation.num_envs", self.num_envs, 1, or_none=True)
+            at_least("evaluation.num_envs", self.num_envs, 1, or_none=True)
             if self.num_episodes % self.num_envs:
                 near = _nearest_divisors(self.num_episodes, self.num_envs)
                 raise ValueError(
@@ -217,6 +219,28 @@ class EvaluationConfig:
         return max(n for n in range(1, 11) if self.num_episodes % n == 0)
 
 
+def settings(kind: type[C], value: Any, name: str) -> C:
+    """A group of settings; what was saved of one is a mapping.
+
+    Args:
+        kind: the class of the group.
+        value: of that class, or a mapping from the names of its settings.
+        name: of the argument, for messages.
+
+    Raises:
+        TypeError: if it is neither, or a name is unknown.
+
+    Example:
+        >>> settings(UpdateConfig, {"epochs": 4}, "updates").epochs
+        4
+    """
+    if isinstance(value, Mapping):
+        return kind(**value)
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be given as {kind.__name__}(...), got {value!r}")
+    return value
+
+
 def nearest_multiples(value: int, unit: int) -> str:
     """The two multiples of `unit` around `value`, in words (one if the lower is zero).
 
@@ -226,6 +250,23 @@ def nearest_multiples(value: int, unit: int) -> str:
     """
     lower = value // unit * unit
     return f"{lower} or {lower + unit}" if lower else str(unit)
+
+
+def check_shares(copies: int, num_workers: int) -> None:
+    """Check that workers can share env copies evenly.
+
+    Args:
+        copies: of one rank.
+        num_workers: of the same rank.
+
+    Raises:
+        ValueError: naming the two nearest values that would do.
+    """
+    if copies % num_workers:
+        raise ValueError(
+            f"num_envs must be a multiple of num_collectors={num_workers}, got {copies}; "
+            f"use {nearest_multiples(copies, num_workers)}"
+        )
 
 
 def check_frames(frames_per_batch: int, total_frames: int, num_envs: int, copies_of_all_ranks: int) -> None:
@@ -241,8 +282,8 @@ def check_frames(frames_per_batch: int, total_frames: int, num_envs: int, copies
         TypeError: if a count is no integer.
         ValueError: naming the two nearest values that would do.
     """
-    _at_least("num_envs", num_envs, 1, or_none=True)
-    _at_least("rollout.frames_per_batch", frames_per_batch, 1)
+    at_least("num_envs", num_envs, 1, or_none=True)
+    at_least("rollout.frames_per_batch", frames_per_batch, 1)
     if frames_per_batch % num_envs:
         raise ValueError(
             f"rollout.frames_per_batch must be a multiple of num_envs={num_envs}, got {frames_per_batch}; "
@@ -271,7 +312,19 @@ def refuse_later(**settings: object) -> None:
             raise ValueError(f"{name} is not available in this version : expected None, got {value!r}")
 
 
-def _at_least(name: str, value: int, least: int, *, or_none: bool = False) -> None:
+def at_least(name: str, value: int, least: int, *, or_none: bool = False) -> None:
+    """Check a count.
+
+    Args:
+        name: of the setting, for messages.
+        value: to be checked.
+        least: the smallest that will do.
+        or_none: whether the setting may be None instead, for messages.
+
+    Raises:
+        TypeError: if it is no integer.
+        ValueError: if it is too small.
+    """
     _check_integer(name, value)
     if value < least:
         raise ValueError(f"{name} must be at least {least}{' or None' if or_none else ''}, got {value}")

@@ -1,10 +1,10 @@
 """`CollectorDataModule`: collected frames as ordinary Lightning data."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -25,7 +25,9 @@ from lit_collect.config import (
     TrajectoryConfig,
     UpdateConfig,
     check_frames,
+    check_shares,
     refuse_later,
+    settings,
 )
 from lit_collect.dataset import CollectorDataset, CollectorLoader
 from lit_collect.envs.factories import EnvLike, resolve_env
@@ -45,7 +47,6 @@ from lit_collect.learner import (
 from lit_collect.ranks import SharedBudget
 from lit_collect.seeding import Placement, Stage, resolve_entropy
 
-C = TypeVar("C")
 Listener = Callable[[TensorDictBase], None]
 _DEFAULT_ENVS = 8
 _SECONDS = ("env_s", "policy_s", "transfer_s", "busy_s", "collect_s", "weight_sync_s")
@@ -115,8 +116,10 @@ class CollectorDataModule(L.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        updates, rollout = _config(UpdateConfig, updates), _config(RolloutConfig, rollout)
-        evaluation = _config(EvaluationConfig, evaluation)
+        updates, rollout = settings(UpdateConfig, updates, "updates"), settings(RolloutConfig, rollout, "rollout")
+        devices = settings(DeviceConfig, devices, "devices")
+        if evaluation is not None:
+            evaluation = settings(EvaluationConfig, evaluation, "evaluation")
         self._source = resolve_env(env)
         self._backend = resolve_backend(backend)
         said = self._source.copies(self._backend.num_collectors)
@@ -124,6 +127,8 @@ class CollectorDataModule(L.LightningDataModule):
         self._default_envs = -(-_DEFAULT_ENVS // self._backend.num_collectors) * self._backend.num_collectors
         known = self._num_envs if self._num_envs is not None else self._default_envs if isinstance(env, str) else 1
         check_frames(frames_per_batch, total_frames, known, known)
+        if self._num_envs is not None:
+            check_shares(self._num_envs, self._backend.num_collectors)
         refuse_later(trajectories=trajectories, replay=replay)
         self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
@@ -429,8 +434,3 @@ class CollectorDataModule(L.LightningDataModule):
     @property
     def _weight_sync(self) -> WeightSync | None:
         return None if self.trainer is None else find_callback(self.trainer, WeightSync)
-
-
-def _config(kind: Callable[..., C], value: Any) -> C:
-    """A group of settings; saved hyperparameters hold it as a mapping."""
-    return kind(**value) if isinstance(value, Mapping) else value

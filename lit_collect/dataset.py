@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lit_collect.collector import Collector
-from lit_collect.config import UpdateConfig
+from lit_collect.config import UpdateConfig, at_least, settings
 from lit_collect.errors import BudgetSpentError, LitCollectError
 from lit_collect.frames import flatten_rows
 
@@ -46,6 +46,7 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
 
     Raises:
         ValueError: if `batches_per_epoch` is below 1.
+        TypeError: if it is no integer, or nothing can be collected from `source`.
 
     Example:
         >>> collector = Collector("CartPole-v1", num_envs=2, frames_per_batch=8, total_frames=16, seed=0)
@@ -63,8 +64,11 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         updates: UpdateConfig = UpdateConfig(),
         agree: Callable[[int], int] = int,
     ) -> None:
-        if batches_per_epoch is not None and batches_per_epoch < 1:
-            raise ValueError(f"batches_per_epoch must be at least 1 or None, got {batches_per_epoch}")
+        updates = settings(UpdateConfig, updates, "updates")
+        if batches_per_epoch is not None:
+            at_least("batches_per_epoch", batches_per_epoch, 1, or_none=True)
+        if not hasattr(source, "collect"):
+            raise TypeError(f"source must be a Collector, or what else has its collect, got {source!r}")
         self._source = source
         self._batches_per_epoch = batches_per_epoch
         self._updates = updates
@@ -120,8 +124,8 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         self._delivered, self._resumed_at = self._resumed_at, 0
         if self._source.frames_left == 0:
             raise BudgetSpentError(
-                "an epoch was asked for although all of total_frames have been collected; raise the budget, or let "
-                "the run end with it (max_epochs=-1 without min_epochs and min_steps)"
+                "an epoch was asked for although all of total_frames have been collected; raise total_frames to go on "
+                "with a run that had ended, and let a run end with its frames (no min_epochs, no min_steps)"
             )
         begun = self._delivered % self._pieces(self._source.frames_per_batch)  # not 0 only after a resume
         while True:

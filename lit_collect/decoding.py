@@ -153,7 +153,8 @@ def check_names(names: Iterable[str], reserved: frozenset[str]) -> None:
     """
     taken = sorted({name for name in names if name in reserved - {"action"}})
     if taken:
-        raise FrameContractError(f"the policy returned {taken}, names that the batch itself takes; rename them")
+        hint = " (or give a recurrent policy its initial_state)" if "next" in taken else ""
+        raise FrameContractError(f"the policy returned {taken}, names that the batch itself takes; rename them{hint}")
 
 
 def _paths(answer: Mapping[str, Any], prefix: Key = ()) -> Iterator[Key]:

@@ -118,7 +118,10 @@ def check_batch(batch: TensorDictBase) -> None:
 
     Raises:
         FrameContractError: naming the key, what was expected and what was got.
+        TypeError: if it is no TensorDict.
     """
+    if not isinstance(batch, TensorDictBase):
+        raise TypeError(f"a batch must be a TensorDict, got {type(batch).__name__}")
     shape = batch.batch_size
     mask = {} if valid_rows(batch) is None else {MASK: torch.bool}
     for rows, tail in ((_ROWS, (1,)), ({**_COLUMNS, **mask}, ())):

@@ -8,6 +8,7 @@ from tensordict import TensorDictBase
 
 from lit_collect.config import ReplayConfig, refuse_later
 from lit_collect.frames import flatten_rows
+from lit_collect.successors import restore_successors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +22,29 @@ class Hooks:
     post_collect: Callable[[TensorDictBase], None] | None = None
     """After each batch, with what is yielded."""
 
+    def __post_init__(self) -> None:
+        """Check that they can be called.
+
+        Raises:
+            TypeError: naming one that cannot.
+        """
+        for field in fields(self):
+            hook = getattr(self, field.name)
+            if hook is not None and not callable(hook):
+                raise TypeError(f"hooks.{field.name} must be something that can be called or None, got {hook!r}")
+
     @classmethod
     def of(cls, hooks: "Hooks | Mapping[str, Callable[..., Any]] | None") -> "Hooks":
         """The hooks of a mapping from their names.
 
         Raises:
             ValueError: naming those that do not exist.
+            TypeError: if it is neither, or a hook cannot be called.
         """
         if isinstance(hooks, Hooks):
             return hooks
+        if hooks is not None and not isinstance(hooks, Mapping):
+            raise TypeError(f"hooks must be Hooks or a mapping from their names, got {hooks!r}")
         unknown = sorted(set(hooks or {}) - {field.name for field in fields(cls)})
         if unknown:
             raise ValueError(f"hooks must be among pre_collect, postproc and post_collect, got {unknown}")
@@ -62,11 +77,18 @@ class Output:
             self._hooks.pre_collect()
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
-        """After a batch; returns what is handed out."""
+        """After a batch; returns what is handed out.
+
+        Raises:
+            TypeError: if `postproc` returned nothing.
+        """
         if self._hooks.postproc is not None:
-            batch = self._hooks.postproc(batch)
+            made: TensorDictBase | None = self._hooks.postproc(batch)
+            if made is None:
+                raise TypeError("hooks.postproc returned None : expected the batch that is to be handed out; return it")
+            batch = made
         if self.sink is not None:
-            self.sink.extend(flatten_rows(batch))
+            self.sink.extend(flatten_rows(restore_successors(batch)))  # rows apart cannot be restored any more
         if self._hooks.post_collect is not None:
             self._hooks.post_collect(batch)
         return batch

@@ -59,8 +59,13 @@ class Ledger:
         """Check that a run can go on here.
 
         Raises:
-            ValueError: if it had another number of env copies.
+            TypeError: if it is no state of a collector.
+            ValueError: if parts of it are missing, or it had another number of env copies.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"the state must be a mapping that Collector.state_dict gave, got {state!r}")
+        if missing := sorted(self.state().keys() - state.keys()):
+            raise ValueError(f"the state lacks {missing} : expected what Collector.state_dict gives, got {list(state)}")
         copies, own = len(state["trajectories"]), self._group.num_envs
         if copies != own:
             raise ValueError(f"the state is of {copies} env copies, this collector has {own}; use num_envs={copies}")

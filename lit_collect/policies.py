@@ -3,6 +3,7 @@
 A policy is a TensorDict module, an `nn.Module` or callable whose answer to an observation is an action, a mapping
 with ``"action"`` and extras, a mapping with distribution parameters (``logits``, or ``loc`` and ``scale``), or a
 `torch.distributions.Distribution`; or it is built by a `PolicyFactory`; or it is None: uniform random actions.
+Choices are counted from 0, whatever the ``start`` of a Discrete or MultiDiscrete space, which the env is given.
 
 A policy whose call has a parameter `action_mask` gets the mask of the allowed actions, [N, A] bool, by keyword. One
 that has `initial_state` is recurrent (see `lit_collect.recurrent`).
@@ -14,6 +15,7 @@ from typing import Any
 from tensordict.nn import TensorDictModuleBase
 
 from lit_collect.actors import Actor, FunctionActor, RandomActor, TensorDictActor
+from lit_collect.calls import check_call
 from lit_collect.config import Exploration
 from lit_collect.envs.spaces import TreeSpec
 from lit_collect.recurrent import RecurrentActor, RecurrentTensorDictActor, initial_state_of
@@ -86,6 +88,7 @@ def make_actor(
         return RecurrentTensorDictActor(
             policy, make_state, observation_spec=observation_spec, exploration=exploration, compiled=compile_policy
         )
+    check_call(policy, recurrent=make_state is not None)
     if make_state is None:
         return FunctionActor(
             policy,

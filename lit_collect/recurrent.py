@@ -6,6 +6,7 @@ module names its state by key instead: ``initial_state`` gives a mapping of thos
 and among its `out_keys` under ``"next"``, as the modules of TorchRL have it.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -160,7 +161,51 @@ class Memory:
         return self._initial
 
 
-class RecurrentActor(FunctionActor):
+class Remembering(Actor):
+    """What actors with a state have in common."""
+
+    recurrent = True
+    _memory: Memory
+
+    @property
+    def carried(self) -> tuple[Key, ...]:
+        """Where the state is stored."""
+        return self._memory.keys
+
+    def restart(self, rows: np.ndarray) -> None:
+        """Give these env copies the first state in the next call."""
+        self._memory.restart(rows)
+
+    def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Act, and move the state on."""
+        values, state = self._proceed(leaves)
+        self._memory.keep(state)
+        return values
+
+    def preview(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Act, and leave the state as it is."""
+        return self._proceed(leaves)[0]
+
+    def follow(self, leaves: tuple[Tensor, ...]) -> Mapping[Key, Tensor]:
+        """Move the state on by what is seen in a step that somebody else acts."""
+        values, state = self._proceed(leaves)
+        self._memory.keep(state)
+        return dict(zip(self._memory.keys, values, strict=False))  # the answer comes after the state
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """See `Actor.acting`."""
+        before = self.home
+        with super().acting():
+            self._memory.renew(moved=self.home != before)
+            yield
+
+    @abstractmethod
+    def _proceed(self, leaves: tuple[Tensor, ...]) -> tuple[list[Tensor], Any]:
+        """What a call returns, the state that entered first, and the state that follows."""
+
+
+class RecurrentActor(Remembering, FunctionActor):
     """A module or callable that takes and returns a state beside the observation and its answer.
 
     Args:
@@ -174,8 +219,6 @@ class RecurrentActor(FunctionActor):
     Raises:
         FrameContractError: if the observation has the name of the stored state.
     """
-
-    recurrent = True
 
     def __init__(
         self,
@@ -206,38 +249,11 @@ class RecurrentActor(FunctionActor):
             )
         self._observed |= {STATE[0]}  # nor may the policy's answer have it
 
-    @property
-    def carried(self) -> tuple[Key, ...]:
-        """Where the state is stored."""
-        return self._memory.keys
-
-    def restart(self, rows: np.ndarray) -> None:
-        """Give these env copies the first state in the next call."""
-        self._memory.restart(rows)
-
-    def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """Act, and move the state on."""
-        values, state = self._proceed(leaves)
-        self._memory.keep(state)
-        return values
-
-    def preview(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """Act, and leave the state as it is."""
-        return self._proceed(leaves)[0]
-
     def follow(self, leaves: tuple[Tensor, ...]) -> Mapping[Key, Tensor]:
         """Move the state on by what is seen in a step that somebody else acts."""
         entering = self._memory.entering(leaves[0].shape[0])
         self._memory.keep(self._asked(leaves)[1])
         return dict(zip(self._memory.keys, entering, strict=True))
-
-    @contextmanager
-    def acting(self) -> Iterator[None]:
-        """See `FunctionActor.acting`."""
-        before = self.home
-        with super().acting():
-            self._memory.renew(moved=self.home != before)
-            yield
 
     def _proceed(self, leaves: tuple[Tensor, ...]) -> tuple[list[Tensor], Any]:
         """What a call returns, and the state that follows."""
@@ -258,7 +274,7 @@ class RecurrentActor(FunctionActor):
         return reply[0], reply[1]
 
 
-class RecurrentTensorDictActor(Actor):
+class RecurrentTensorDictActor(Remembering):
     """A TensorDict module whose state is among its inputs, and under ``"next"`` among its outputs.
 
     Where the module takes ``"is_init"``, it gets [N, 1] bool: the copies that begin an episode. The state is stored
@@ -271,8 +287,6 @@ class RecurrentTensorDictActor(Actor):
         exploration: how actions are taken from distributions.
         compiled: whether to compile its call.
     """
-
-    recurrent = True
 
     def __init__(
         self,
@@ -298,37 +312,10 @@ class RecurrentTensorDictActor(Actor):
         if ACTION_MASK in self._in_keys and ACTION_MASK not in self._observed:
             raise missing_mask()
 
-    @property
-    def carried(self) -> tuple[Key, ...]:
-        """Where the state is stored."""
-        return self._memory.keys
-
-    def restart(self, rows: np.ndarray) -> None:
-        """Give these env copies the first state in the next call."""
-        self._memory.restart(rows)
-
-    def __call__(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """Act, and move the state on."""
-        values, state = self._proceed(leaves)
-        self._memory.keep(state)
-        return values
-
-    def preview(self, leaves: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """Act, and leave the state as it is."""
-        return self._proceed(leaves)[0]
-
-    def follow(self, leaves: tuple[Tensor, ...]) -> Mapping[Key, Tensor]:
-        """Move the state on by what is seen in a step that somebody else acts."""
-        values, state = self._proceed(leaves)
-        self._memory.keep(state)
-        return dict(zip(self._memory.keys, values, strict=False))  # the answer comes after the state
-
     @contextmanager
     def acting(self) -> Iterator[None]:
         """See `Actor.acting`; also sets tensordict's interaction type."""
-        before = self.home
         with super().acting(), set_interaction_type(self._interaction):
-            self._memory.renew(moved=self.home != before)
             yield
 
     def _proceed(self, leaves: tuple[Tensor, ...]) -> tuple[list[Tensor], dict[Key, Tensor]]:

@@ -162,7 +162,12 @@ def choose_from(distribution: distributions.Distribution, exploration: Explorati
     if exploration == "random":
         return distribution.sample()
     if exploration != "deterministic":
-        return getattr(distribution, exploration)
+        try:
+            return getattr(distribution, exploration)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"{type(distribution).__name__} has no {exploration} to act with; use another rollout.exploration"
+            ) from error
     for name in ("deterministic_sample", "mode", "mean"):
         try:
             value = getattr(distribution, name)

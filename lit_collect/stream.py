@@ -79,8 +79,8 @@ class Stream:
     def make(self) -> TensorDictBase:
         """One batch as it comes."""
         self.check_idle()
-        self._budget.check()
         with self.turn.taken():
+            self._budget.check()  # now that no other thread can spend it
             batch = self._next(None)
         assert batch is not None
         return batch

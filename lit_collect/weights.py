@@ -140,8 +140,8 @@ def uncompiled(policy: Any) -> Any:
         True
     """
     if isinstance(policy, nn.Module):
-        inner = policy._modules.get("_orig_mod")
-        return policy if inner is None else inner
+        compiled = "_orig_mod" in policy._modules  # that of a script has no `get`
+        return policy._modules["_orig_mod"] if compiled else policy
     return getattr(policy, "_torchdynamo_orig_callable", policy)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lit_collect.assembly import PRIVATE, Storage
-from lit_collect.config import DeviceConfig, RolloutConfig, nearest_multiples
+from lit_collect.config import DeviceConfig, RolloutConfig, check_shares
 from lit_collect.devices import usable
 from lit_collect.envs.direct import DirectEnv
 from lit_collect.envs.factories import EnvSource
@@ -88,11 +88,8 @@ class WorkerSpec:
             ValueError: if the copies cannot be shared evenly, or a live env would have to leave this process.
         """
         copies = self.num_envs or self.source.copies(num_workers)
-        if copies is not None and copies % num_workers:
-            raise ValueError(
-                f"num_envs must be a multiple of num_collectors={num_workers}, got {copies}; "
-                f"use {nearest_multiples(copies, num_workers)}"
-            )
+        if copies is not None:
+            check_shares(copies, num_workers)
         if travels and self.source.live:
             raise ValueError(
                 f"a live env cannot go to another process : expected what makes it, got {self.source.description}; "
@@ -307,9 +304,10 @@ def build_runner(spec: WorkerSpec) -> RolloutRunner:
         indices=range(spec.index * share, (spec.index + 1) * share) if spec.num_workers > 1 else None,
     )
     vector = env.env if isinstance(env, VerifiedEnv) else env
-    if isinstance(vector, VectorEnvAdapter):
-        vector.device = usable(spec.devices.env, "devices.env")
     try:
+        device = usable(spec.devices.env, "devices.env")
+        if isinstance(vector, VectorEnvAdapter):
+            vector.device = device
         copies, place = env.num_envs * spec.num_workers, spec.place
         first = place.rank * copies + spec.index * env.num_envs
         indices = range(first, first + env.num_envs)

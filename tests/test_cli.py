@@ -1,6 +1,8 @@
 """The command line, in this process."""
 
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 
 from lit_collect import CollectionMonitor, CollectorCLI, FrameProgress, LearningCurve, WeightSync
 from lit_collect.cli import main, summary
@@ -61,6 +63,21 @@ BORING_RUN = [
 
 class OwnSync(WeightSync):
     """A user's own."""
+
+
+class Unwilling(L.LightningModule):
+    """A user's own, with a fault: the traceback says where."""
+
+    def __init__(self):
+        super().__init__()
+        raise ValueError("broken on purpose")
+
+
+class Terminating(Callback):
+    """A scheduler that ends the run after its first batch."""
+
+    def on_train_batch_end(self, *_):
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +137,13 @@ def test_last_lines_of_fit_say_where_the_results_are_and_what_was_reached(config
     assert re.fullmatch(r"evaluation      10\.0 over 2 episodes", lines[6])
     assert len(lines) == 7
     assert (folder / "metrics.csv").is_file()
+
+
+def test_last_lines_of_fit_say_that_no_episode_has_ended():
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit_loop.epoch_progress.reset()
+    trainer._logger_connector._callback_metrics = {"episode/return_mean": torch.tensor(3.0)}
+    assert summary(trainer)[-1] == "training return 3.0 so far: no episode has ended"
 
 
 def test_progress_bar_counts_frames(config, capsys):
@@ -305,12 +329,17 @@ def test_several_configs_are_laid_over_each_other(config, capsys, tmp_path):
     [
         ("--data.frames_per_batch=33", "multiple of num_envs=2, got 33; use 32 or 34"),
         ("--data.env=CartPool-v1", "env 'CartPool-v1' is unknown"),
+        ("--data.env=tests.tools.envs.Spaceless", "has no observation_space : expected a gymnasium.Space, got None"),
+        ("--data.env=tests.tools.envs.makes_nothing", "made no env for copy 0 : expected gymnasium.Env"),
         ("--data.backend=ray", "'ray' is not in this version"),
     ],
 )
-def test_wrong_setting_is_told_in_its_own_words(argument, words, config):
-    with pytest.raises(Exception, match=words):
+def test_wrong_setting_is_told_in_its_own_words(argument, words, config, capsys):
+    with pytest.raises(SystemExit) as finished:
         main(["fit", f"--config={config}", argument])
+    assert finished.value.code == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lit-collect: error: ")]
+    assert words in line
 
 
 @pytest.mark.parametrize("argument", ["--data.frame_per_batch=32", "--monitor.windows=3", "--data.updates.epoches=1"])
@@ -318,7 +347,20 @@ def test_misspelt_option_is_refused(argument, config, capsys):
     with pytest.raises(SystemExit) as finished:
         main(["fit", f"--config={config}", argument])
     assert finished.value.code == 2
-    assert argument.split("=")[0].rpartition(".")[2] in capsys.readouterr().err
+    words = capsys.readouterr().err
+    assert argument.split("=")[0].rpartition(".")[2] in words
+    assert len(words.splitlines()) < 20
+
+
+def test_error_of_a_class_that_is_not_ours_keeps_its_traceback(config):
+    with pytest.raises(ValueError, match="broken on purpose"):
+        main(["fit", f"--config={config}", "--model=tests.test_cli.Unwilling"])
+
+
+def test_unknown_subcommand_is_told_all_six(capsys):
+    with pytest.raises(SystemExit):
+        main(["doctr"])
+    assert "{fit,validate,test,predict,doctor,tune}" in capsys.readouterr().err
 
 
 # --- the two commands of its own --------------------------------------------------------------------------------------
@@ -353,6 +395,12 @@ def test_process_imports_from_the_folder_it_was_called_in(monkeypatch, tmp_path,
 
 def test_fit_ends_with_status_zero(config):
     assert main(["fit", f"--config={config}"]) == 0
+
+
+def test_terminated_fit_does_not_look_finished(config):
+    with pytest.raises(SystemExit) as finished:
+        main(["fit", f"--config={config}", "--trainer.callbacks=tests.test_cli.Terminating"])
+    assert finished.value.code == 128 + signal.SIGTERM
 
 
 def test_unknown_subcommand_is_refused(capsys):

@@ -1,5 +1,9 @@
 """`Collector` as a plain loop uses it: sizes, iteration, hooks, weights, resets, state."""
 
+import copy
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -403,3 +407,73 @@ def test_backend_changes_no_data(backend):
         first = expected.collect()
     with Collector("CartPole-v1", frames_per_batch=8, seed=3, backend=backend) as collector:
         assert torch.equal(collector.collect()["observation"], first["observation"])
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "message"),
+    [
+        (None, TypeError, "the state must be a mapping that Collector.state_dict gave, got None"),
+        ({"entropy": 3}, ValueError, r"the state lacks \['batches', .*\] : expected .*, got \['entropy'\]"),
+    ],
+)
+def test_what_is_no_state_is_refused_and_changes_nothing(state, kind, message):
+    with Collector(MAKERS, frames_per_batch=4, seed=1) as collector:
+        before = collector.state_dict()
+        with pytest.raises(kind, match=message):
+            collector.load_state_dict(state)
+        assert collector.state_dict() == before
+
+
+@pytest.mark.parametrize("carry", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_collector_cannot_be_copied_and_says_what_can(carry):
+    with (
+        Collector(MAKERS, frames_per_batch=4) as collector,
+        pytest.raises(TypeError, match=r"a Collector cannot be pickled or copied : .* carry state_dict\(\) over"),
+    ):
+        carry(collector)
+
+
+# --- settings and threads ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "kind"), [("rollout", "RolloutConfig"), ("devices", "DeviceConfig")])
+def test_settings_of_another_kind_are_refused_and_named(name, kind):
+    with pytest.raises(TypeError, match=rf"{name} must be given as {kind}\(\.\.\.\), got 'cpu'"):
+        Collector(MAKERS, frames_per_batch=4, **{name: "cpu"})
+
+
+def test_settings_may_be_a_mapping():
+    with Collector(MAKERS, frames_per_batch=4, rollout={"max_frames_per_traj": 1}) as collector:
+        assert collector.collect()["next", "truncated"].all()
+
+
+def test_thread_that_waits_while_another_one_spends_the_budget_is_told_so():
+    stepping, go_on = threading.Event(), threading.Event()
+    asked = threading.Semaphore(0)
+
+    def act(observation):
+        stepping.set()
+        assert go_on.wait(30)
+        return torch.zeros(2, dtype=torch.int64)
+
+    hooks = {"pre_collect": asked.release}
+    with (
+        Collector(MAKERS, act, frames_per_batch=4, total_frames=4, hooks=hooks) as collector,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        first = threads.submit(collector.collect)
+        assert stepping.wait(30)
+        second = threads.submit(collector.collect)
+        for _ in range(2):
+            assert asked.acquire(timeout=30)
+        go_on.set()
+        assert first.result(30).numel() == 4
+        with pytest.raises(BudgetSpentError, match="all 4 frames"):
+            second.result(30)
+        assert collector.statistics()["frames_stepped"] == 4
+
+
+def test_one_worker_to_be_profiled_may_be_given_as_a_number(tmp_path):
+    with Collector(MAKERS, frames_per_batch=4) as collector:
+        collector.enable_profile(0, save_path=str(tmp_path / "trace.json"))
+        assert collector.profile_config.workers == (0,)

@@ -469,3 +469,9 @@ def test_lazy_layers_are_initialised_before_workers_get_the_policy():
     run(model, make_data("CartPole-v1", backend=ProcessBackend(2)))
     assert len(model.batches) == 3
     assert model.policy[0].weight.shape == (8, 4)
+
+
+@pytest.mark.parametrize("name", ["updates", "rollout", "devices", "evaluation"])
+def test_settings_of_another_kind_are_refused_and_named(name):
+    with pytest.raises(TypeError, match=rf"{name} must be given as \w+Config\(\.\.\.\), got 'x'"):
+        CollectorDataModule("CartPole-v1", **{name: "x"})

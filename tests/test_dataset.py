@@ -88,6 +88,19 @@ def test_number_of_batches_below_one_raises():
         CollectorDataset(Source(), batches_per_epoch=0)
 
 
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ([1, 2], {}, r"source must be a Collector, or what else has its collect, got \[1, 2\]"),
+        (Source(), {"batches_per_epoch": "2"}, "batches_per_epoch must be an integer, got '2'"),
+        (Source(), {"updates": 4}, r"updates must be given as UpdateConfig\(\.\.\.\), got 4"),
+    ],
+)
+def test_argument_of_another_kind_raises(source, options, message):
+    with pytest.raises(TypeError, match=message):
+        CollectorDataset(source, **options)
+
+
 def test_iter_does_nothing_until_the_first_batch_is_asked_for():
     source = Source()
     dataset = CollectorDataset(source, updates=UpdateConfig(minibatch_size=4))

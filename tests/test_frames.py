@@ -88,6 +88,12 @@ def test_good_batch_passes():
     check_batch(batch(copies=1, steps=1))
 
 
+@pytest.mark.parametrize("given", [None, {"action": 1}], ids=repr)
+def test_what_is_no_tensordict_is_no_batch(given):
+    with pytest.raises(TypeError, match="a batch must be a TensorDict, got "):
+        check_batch(given)
+
+
 def test_good_batch_without_copies_passes():
     check_batch(batch()[0])
 

@@ -334,6 +334,26 @@ def test_acting_has_random_numbers_of_its_own():
     np.random.set_state(states[1])
 
 
+class Chooses(nn.Module):
+    """A net for scripts: what it returns has a type that they can tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+    def forward(self, observation: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.net(observation)}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda policy: torch.jit.freeze(torch.jit.script(policy.eval()))])
+def test_a_script_acts_as_the_module_that_it_was_made_of(make):
+    module = Chooses()
+    batch = collect(make(module))
+    with torch.no_grad():
+        assert torch.allclose(batch["logits"], module(batch["observation"])["logits"])
+
+
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("kind", ["dict", "tuple"])
 def test_observation_of_several_arrays_arrives_as_a_mapping(kind, hooked):

@@ -207,3 +207,39 @@ def test_an_integer_beyond_a_narrow_box_is_clipped_for_the_env_and_kept_in_the_b
     ) as collector:
         assert collector.collect()["action"].tolist() == [[[300]]] * N
     assert [env.actions[0].tolist() for env in envs] == [[9]] * N
+
+
+class Remembers(nn.Module):
+    """Wants a state, and does not say where to begin."""
+
+    def forward(self, observation: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return observation[:, 0].long() * 0, state
+
+
+@pytest.mark.parametrize(
+    ("policy", "got"),
+    [
+        (lambda: nn.Linear(3, 3), r"too many positional arguments for parameters \(\); what builds a policy must be"),
+        (Remembers(), "missing a required argument: 'state' .* one with a state has initial_state"),
+        (partial(lambda scale, x: x, 2.0, torch.ones(N)), "too many positional arguments"),
+        (lambda x, *, temperature: x, "missing a required argument: 'temperature'"),
+    ],
+    ids=["builds one", "no initial_state", "nothing left free", "needs a keyword"],
+)
+def test_what_takes_no_observation_raises_before_any_env_moves(policy, got):
+    with pytest.raises(TypeError, match=rf"policy cannot be called : expected policy\(observation\) to do, got {got}"):
+        Collector([CountingEnv], policy, frames_per_batch=4)
+
+
+def test_recurrent_policy_that_takes_no_state_raises():
+    policy = Remembers()
+    policy.forward = lambda observation: observation  # type: ignore[method-assign]
+    policy.initial_state = lambda count: torch.zeros(count, 1)  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"expected policy\(observation, state\) to do, got too many positional"):
+        Collector([CountingEnv], policy, frames_per_batch=4)
+
+
+def test_state_under_next_without_initial_state_raises_and_says_what_is_missing():
+    policy = TensorDictModule(lambda x: (x[:, 0].long() * 0, x), ["observation"], ["action", ("next", "memory")])
+    with pytest.raises(FrameContractError, match=r"returned \['next'\], .* give a recurrent policy its initial_state"):
+        collect(policy)

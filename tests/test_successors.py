@@ -111,6 +111,14 @@ def test_compact_batch_stays_compact_when_it_is_restored():
     assert set(batch.keys(True, True)) == before
 
 
+def test_replay_buffer_is_given_whole_rows():
+    rows = []
+    config = RolloutConfig(compact_obs=True)
+    with Collector(CountingEnv, frames_per_batch=12, rollout=config, seed=0, replay_buffer=rows) as collector:
+        batch = collector.collect()
+    assert torch.equal(torch.stack(rows)["next", "observation"], restore_successors(batch)["next", "observation"])
+
+
 def test_full_batch_is_returned_as_it_is():
     (batch,) = batches(CountingEnv, compact=False, count=1)
     assert restore_successors(batch) is batch

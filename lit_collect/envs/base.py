@@ -12,7 +12,7 @@ What every implementation guarantees:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,6 +141,25 @@ class BatchedEnv(ABC):
 def env_failed(who: str, doing: str, error: Exception) -> WorkerFailedError:
     """What is raised from an exception of an env: who it was, what it was doing, the error's type and text."""
     return WorkerFailedError(f"{who} failed in {doing}: {type(error).__name__}: {text_of(error)}")
+
+
+def close_each(envs: Mapping[str, Any]) -> None:
+    """Close every env, whatever the others do; the first error is raised at the end.
+
+    Args:
+        envs: by their names in messages.
+
+    Raises:
+        WorkerFailedError: if one raised.
+    """
+    failures = []
+    for who, env in envs.items():
+        try:
+            env.close()
+        except Exception as error:  # the others must be closed all the same
+            failures.append((env_failed(who, "close", error), error))
+    for failure, cause in failures:
+        raise failure from cause
 
 
 def brief(value: object) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from lit_collect.envs.base import BatchedEnv, Final, Leaves, StepViews, brief, env_failed
+from lit_collect.envs.base import BatchedEnv, Final, Leaves, StepViews, brief, close_each, env_failed
 from lit_collect.envs.infos import InfoReader, observed_texts
 from lit_collect.envs.spaces import LeafSpec, TreeSpec, empty_leaves
 from lit_collect.errors import FrameContractError, LitCollectError, WorkerFailedError
@@ -91,14 +91,7 @@ class DirectEnv(BatchedEnv):
         if self._closed or not self._owned:
             return
         self._closed = True
-        failures = []
-        for index, env in enumerate(self.envs):
-            try:
-                env.close()
-            except Exception as error:  # the others must be closed all the same
-                failures.append((env_failed(self._name(index), "close", error), error))
-        for failure, cause in failures:
-            raise failure from cause
+        close_each({self._name(index): env for index, env in enumerate(self.envs)})
 
     def _step_plain(self, actions: list[Any], views: StepViews) -> list[Final]:
         """The common case, one array observation: nothing but the work."""

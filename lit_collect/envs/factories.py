@@ -216,16 +216,35 @@ class EnvSource:
             first=indices.start // len(indices) * share,
         )
 
-    def _check(self, envs: Sequence[Any], index: int) -> None:
-        env = envs[-1]
+    def check_kind(self, env: Any, index: int, *, alone: bool = True) -> None:
+        """Refuse what is no env that stands for one copy, or says nothing of its spaces.
+
+        Args:
+            env: what the maker returned.
+            index: of the copy.
+            alone: whether it could have been a vector env as well.
+
+        Raises:
+            TypeError: if it is no env, or a space is missing.
+        """
         refuse_turn_based(env)
         refuse_dm(env)
         if not isinstance(env, gymnasium.Env):
             raise TypeError(
                 f"{self.description} made no env for copy {index} : expected gymnasium.Env"
-                f"{'' if len(envs) > 1 else ' or VectorEnv'}, got {_named(env)}"
+                f"{' or VectorEnv' if alone else ''}, got {_named(env)}"
             )
-        if any(env is other for other in envs[:-1]):
+        for name in ("observation_space", "action_space"):
+            space = getattr(env, name, None)
+            if not isinstance(space, gymnasium.Space):
+                raise TypeError(
+                    f"{self.description} has no {name} : expected a gymnasium.Space, got {_named(space)}; "
+                    f"set it in the env's constructor"
+                )
+
+    def _check(self, envs: Sequence[Any], index: int) -> None:
+        self.check_kind(envs[-1], index, alone=len(envs) == 1)
+        if any(envs[-1] is other for other in envs[:-1]):
             raise ValueError(
                 f"{self.description} gave the same env twice, at copy {index} : every copy needs an env of its own; "
                 f"make the env inside the callable"

@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 
 from lit_collect.config import nearest_multiples
-from lit_collect.envs.base import BatchedEnv, Final, Leaves, StepViews, brief, env_failed
+from lit_collect.envs.base import BatchedEnv, Final, Leaves, StepViews, brief, close_each, env_failed
 from lit_collect.envs.infos import InfoReader, observed_texts
 from lit_collect.envs.spaces import LeafSpec, TreeSpec, empty_leaves
 from lit_collect.errors import FrameContractError, LitCollectError
@@ -213,14 +213,7 @@ class ParallelEnvAdapter(BatchedEnv):
         if self._closed or not self._owned:
             return
         self._closed = True
-        failures = []
-        for index, game in enumerate(self.games):
-            try:
-                game.close()
-            except Exception as error:  # the others must be closed all the same
-                failures.append((env_failed(self._name_game(index), "close", error), error))
-        for failure, cause in failures:
-            raise failure from cause
+        close_each({self._name_game(index): game for index, game in enumerate(self.games)})
 
     def _step_game(self, game: int, actions: list[Any], views: StepViews) -> list[Final]:
         """Step one game, and begin the next one if nobody is left in it."""

@@ -31,6 +31,7 @@ class SpaceProbe:
             elif is_parallel_env(env):
                 self._spaces = shared_spaces(env)
             else:
+                self._source.check_kind(env, 0)
                 self._spaces = env.observation_space, env.action_space
             self._env = None if self._source.live else env
         return self._spaces

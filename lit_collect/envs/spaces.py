@@ -336,6 +336,7 @@ def _leaf_encoder(leaf: LeafSpec, clip: bool, first: int) -> Callable[[np.ndarra
 def _discrete_encoder(leaf: LeafSpec, n: int, start: int, first: int) -> Callable[[np.ndarray], np.ndarray]:
     name, dtype = ".".join(leaf.key), leaf.dtype
     choices = frozenset(range(n))
+    hint = f"; choices are counted from 0, and the env is given {start} more" if start else ""
 
     def encode(action: np.ndarray) -> np.ndarray:
         indices = action.tolist()
@@ -347,7 +348,8 @@ def _discrete_encoder(leaf: LeafSpec, n: int, start: int, first: int) -> Callabl
         if not in_range:
             index = next(i for i, choice in enumerate(indices) if choice not in choices)
             raise FrameContractError(
-                f"{name} of env copy {first + index} is out of range : expected 0 to {n - 1}, got {indices[index]}"
+                f"{name} of env copy {first + index} is out of range : expected 0 to {n - 1}, "
+                f"got {indices[index]}{hint}"
             )
         return action if not start and action.dtype is dtype else (action + start).astype(dtype)
 
@@ -358,6 +360,7 @@ def _choices_encoder(
     leaf: LeafSpec, nvec: np.ndarray, start: np.ndarray, first: int
 ) -> Callable[[np.ndarray], np.ndarray]:
     name = ".".join(leaf.key)
+    hint = f"; choices are counted from 0, and the env is given {start.tolist()} more" if start.any() else ""
 
     def encode(action: np.ndarray) -> np.ndarray:
         _check_shape(leaf, action)
@@ -368,7 +371,7 @@ def _choices_encoder(
             index = int(np.argwhere(~good)[0][0])
             raise FrameContractError(
                 f"{name} of env copy {first + index} is out of range : expected 0 to {(nvec - 1).tolist()}, "
-                f"got {action[index].tolist()}"
+                f"got {action[index].tolist()}{hint}"
             )
         return (action + start).astype(leaf.dtype)
 

@@ -38,7 +38,7 @@ def encode_text(text: Any, length: int, name: str) -> np.ndarray:
 
 
 def decode_texts(codes: Tensor) -> list[Any] | str:
-    """The texts of a batch whose `RolloutConfig.text_keys` name them.
+    """The texts of a batch, which `RolloutConfig.info_keys` names.
 
     Args:
         codes: [..., L] int32 code points, padded with zeros.
@@ -46,10 +46,16 @@ def decode_texts(codes: Tensor) -> list[Any] | str:
     Returns:
         Strings, in nested lists of the leading dimensions (one string if there are none).
 
+    Raises:
+        TypeError: if these are no code points.
+
     Example:
         >>> decode_texts(torch.tensor([[104, 105, 0], [0, 0, 0]], dtype=torch.int32))
         ['hi', '']
     """
+    if not isinstance(codes, Tensor) or codes.ndim == 0 or codes.is_floating_point():
+        got = f"{codes.dtype} with shape {tuple(codes.shape)}" if isinstance(codes, Tensor) else repr(codes)
+        raise TypeError(f"codes cannot be read as texts : expected a tensor [..., L] of integers, got {got}")
     if codes.ndim > 1:
         return [decode_texts(row) for row in codes]
     return "".join(chr(code) for code in codes.to("cpu", torch.int64).tolist() if code)

@@ -40,7 +40,7 @@ def main(args: Sequence[str]) -> int:
     given = parser.parse_args(list(args))
     try:
         found = examine(resolve_env(given.env), given.num_envs, steps=given.steps, seed=given.seed)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         parser.error(str(error))
     print(json.dumps(as_data(found), indent=2) if given.json else "\n".join(as_text(found)))  # noqa: T201  # the report
     return int(bool(found.broken))

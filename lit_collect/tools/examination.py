@@ -1,5 +1,6 @@
 """Everything that can be found out about an env by collecting from it for a moment."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -33,6 +34,7 @@ _SURVEY_FRAMES = 512
 _SECONDS = 2.0  # of one measurement
 _MAX_STEPS = 128  # of one batch
 _SEED_COPIES = 2  # are enough to see whether seeds hold
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _OWN_FILES = str(Path(__file__).resolve().parents[1])
 
 
@@ -298,7 +300,7 @@ def _noted(found: Examination) -> Iterator[None]:
     for warning in caught:
         if issubclass(warning.category, (DeprecationWarning, PendingDeprecationWarning)):
             continue
-        text = str(warning.message)
+        text = _COLOURS.sub("", str(warning.message))  # Gymnasium's are yellow
         if not text.startswith("the text"):
             if warning.filename.startswith(_OWN_FILES):
                 found.add(Finding("warning", text))

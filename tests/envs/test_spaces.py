@@ -237,7 +237,16 @@ def test_indices_are_offset_by_start():
     ("space", "action", "message"),
     [
         (spaces.Discrete(3), [0, 3], "action of env copy 1 is out of range : expected 0 to 2, got 3"),
-        (spaces.Discrete(3, start=5), [-1, 0], "env copy 0 is out of range : expected 0 to 2, got -1"),
+        (
+            spaces.Discrete(3, start=5),
+            [-1, 0],
+            "expected 0 to 2, got -1; choices are counted from 0, and the env is given 5 more",
+        ),
+        (
+            spaces.MultiDiscrete([3, 4], start=[-1, 10]),
+            [[0, 0], [0, 10]],
+            r"env copy 1 is out of range : expected 0 to \[2, 3\], got \[0, 10\]; .* the env is given \[-1, 10\] more",
+        ),
         (spaces.Discrete(3), [0.5, 1.0], "action of env copy 0"),
         (spaces.Discrete(3), [np.nan, 1.0], "action of env copy 0"),
         (spaces.Discrete(3), [[0], [1]], "action"),

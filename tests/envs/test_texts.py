@@ -105,3 +105,9 @@ def test_encoded_text_is_decoded(text):
 def test_what_is_no_such_text_is_an_error(text):
     with pytest.raises(FrameContractError, match="mission is wrong : expected a text of up to 5 characters"):
         encode_text(text, 5, "mission")
+
+
+@pytest.mark.parametrize("codes", [torch.zeros(3), torch.tensor(104), ["a"]], ids=["floats", "one number", "list"])
+def test_what_holds_no_code_points_is_not_decoded(codes):
+    with pytest.raises(TypeError, match=r"expected a tensor \[\.\.\., L\] of integers, got "):
+        decode_texts(codes)

@@ -91,6 +91,10 @@ gives_a_wrong_shape = failing("step", at=3, answer="shape")
 gives_no_info = failing("reset", answer="tuple")
 
 
+class Spaceless(gymnasium.Env):
+    """Does not say what it takes and gives."""
+
+
 def makes_nothing():
     return 3
 

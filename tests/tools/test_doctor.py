@@ -126,6 +126,7 @@ def test_env_that_begins_alike_under_every_seed_is_worth_a_note(doctor):
         ("gives_no_info", "env copy 0, reset: expected (observation, info)"),
         ("needs_an_argument", "needs_an_argument() missing 1 required positional argument: 'level'"),
         ("makes_nothing", "made no env for copy 0 : expected gymnasium.Env"),
+        ("Spaceless", "has no observation_space : expected a gymnasium.Space, got None"),
         ("Listing", "Sequence spaces cannot be stored as arrays"),
     ],
 )
@@ -143,6 +144,7 @@ def test_broken_env_is_told_in_one_line_each(env, words, doctor):
     [
         (["--env=Nope-v3"], "env 'Nope-v3' is unknown"),
         ([f"--env={ENVS}.nope"], "has no attribute 'nope'"),
+        (["--env=os.path"], "env is of the wrong kind"),
         (["--env=CartPole-v1", "--num_envs=0"], "--num_envs: must be at least 1, got 0"),
         (["--env=CartPole-v1", "--steps=x"], "--steps: invalid whole number value: 'x'"),
         (["--env=CartPole-v1", "--seed=-1"], "--seed: must be at least 0, got -1"),
@@ -206,3 +208,10 @@ def test_notes_stand_below_the_findings():
     found = Examination(env="it")
     found.notes.append("worth knowing")
     assert as_text(found)[-4:] == ["  none", "  note  worth knowing", "", f"verdict: {verdict(found)}"]
+
+
+def test_notes_are_without_colours(doctor):
+    _, found = doctor("CartPole")
+    [note] = found["notes"]
+    assert note.startswith("WARN: Using the latest versioned environment")
+    assert "\x1b" not in note
