@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributions
 
-from lit_collect.sampling import CATEGORICAL, FAMILIES, NORMAL, choose_from, family_of, joint
+from lit_collect.sampling import CATEGORICAL, NORMAL, CategoricalSampler, choose_from, family_of, joint
 
 SHAPES = [(1, 2), (7, 5), (64, 18)]  # below and above the sizes where torch changes its kernels
 
@@ -26,10 +26,11 @@ def same_draws(ours, theirs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return first, [theirs() for _ in range(3)]
 
 
+@pytest.mark.parametrize("draw", [CATEGORICAL.sample, CATEGORICAL.chooser("random")], ids=["torch", "numpy"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_categorical_draws_what_torch_draws(shape):
+def test_categorical_draws_what_torch_draws(shape, draw):
     logits = 3 * torch.randn(shape)
-    ours, theirs = same_draws(lambda: CATEGORICAL.sample(logits), distributions.Categorical(logits=logits).sample)
+    ours, theirs = same_draws(lambda: draw(logits), distributions.Categorical(logits=logits).sample)
     assert [x.tolist() for x in ours] == [x.tolist() for x in theirs]
     assert ours[0].dtype == torch.int64
 
@@ -81,7 +82,30 @@ def test_exploration_other_than_random_takes_the_most_likely_action(exploration)
 
 
 def test_exploration_random_samples():
-    assert [family.chooser("random") for family in FAMILIES] == [CATEGORICAL.sample, NORMAL.sample]
+    assert type(CATEGORICAL.chooser("random")) is CategoricalSampler
+    assert NORMAL.chooser("random") is NORMAL.sample
+
+
+def test_sampler_leaves_logits_alone_and_keeps_what_it_gave():
+    sampler, logits = CategoricalSampler(), torch.tensor([[0.0, 50.0], [50.0, 0.0]])
+    before = logits.clone()
+    first = sampler(logits)
+    again = sampler(logits.flip(0).requires_grad_())
+    assert torch.equal(logits, before)
+    assert (first.tolist(), again.tolist()) == ([1, 0], [0, 1])
+    assert sampler(torch.tensor([[0.0, 50.0, 0.0]])).tolist() == [1], "another shape"
+    assert sampler(logits.double()).tolist() == [1, 0], "another precision"
+    with torch.inference_mode():
+        inside = CategoricalSampler()
+        assert inside(logits).tolist() == [1, 0]
+    assert inside(logits).tolist() == [1, 0], "its memory is of use outside, too"
+
+
+def test_sampler_draws_as_often_as_the_probabilities_say():
+    torch.manual_seed(0)
+    probabilities = torch.tensor([0.1, 0.2, 0.7])
+    drawn = CategoricalSampler()(probabilities.log().expand(100_000, 3))
+    assert torch.allclose(torch.bincount(drawn) / 100_000, probabilities, atol=0.006)  # four standard deviations
 
 
 @pytest.mark.parametrize("name", ["logits", "probs"])

@@ -1,4 +1,4 @@
-"""Small nets in NumPy against the same nets in torch: `python tests/benchmarks/lowering.py`.
+"""Small nets and draws in NumPy against the same in torch: `python tests/benchmarks/lowering.py`.
 
 The whole collector on CartPole-v1 with the 2x64 tanh net of `policies`, as a module that gives logits and as the usual
 TensorDict actor. Both ways are taken in turns on one thread; the ratio is the median over repetitions of the ratio of
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from policies import make_actor, make_net
@@ -17,6 +18,7 @@ from run import frames_per_second
 from torch import Tensor, nn
 
 from lit_collect import Collector
+from lit_collect.sampling import CATEGORICAL, CategoricalSampler
 
 FRAMES_PER_BATCH = 2048
 WANTED = {1: 1.5, 8: 1.2}  # at least, by env copies
@@ -40,6 +42,16 @@ def in_torch(policy: nn.Module) -> nn.Module:
     return policy
 
 
+@contextmanager
+def drawing_in_torch() -> Iterator[None]:
+    """Collectors that take their first batch in here draw their actions in torch, too."""
+    object.__setattr__(CATEGORICAL, "sampler", None)
+    try:
+        yield
+    finally:
+        object.__setattr__(CATEGORICAL, "sampler", CategoricalSampler)
+
+
 def collector(policy: nn.Module, num_envs: int) -> Callable[[], int]:
     """A function that collects one batch and returns how many frames it holds."""
     batches = iter(Collector("CartPole-v1", policy, num_envs=num_envs, frames_per_batch=FRAMES_PER_BATCH, seed=0))
@@ -54,8 +66,9 @@ def main() -> None:
     for num_envs in (1, 8, 32):
         for name, make in (("module", Logits), ("TensorDict actor", make_actor)):
             ours, theirs = collector(make(), num_envs), collector(in_torch(make()), num_envs)
-            for warm_up in (ours, theirs):
-                warm_up()
+            ours()
+            with drawing_in_torch():
+                theirs()
             pairs = [(frames_per_second(ours), frames_per_second(theirs)) for _ in range(repetitions)]
             ratio = statistics.median(one / other for one, other in pairs)
             numpy, in_turn = (statistics.median(values) for values in zip(*pairs, strict=True))
