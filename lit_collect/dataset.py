@@ -124,7 +124,7 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         self._delivered, self._resumed_at = self._resumed_at, 0
         if self._source.frames_left == 0:
             raise BudgetSpentError(
-                "an epoch was asked for although all of total_frames have been collected; raise total_frames to go on "
+                "an epoch was asked for although all of total_frames have been collected; raise the budget to go on "
                 "with a run that had ended, and let a run end with its frames (no min_epochs, no min_steps)"
             )
         begun = self._delivered % self._pieces(self._source.frames_per_batch)  # not 0 only after a resume

@@ -7,6 +7,7 @@ from typing import Any
 
 from lit_collect.config import nearest_multiples
 from lit_collect.datamodule import CollectorDataModule
+from lit_collect.learner import policy_of
 from lit_collect.tools.tables import per_second, table, whole
 from lit_collect.tools.trials import GOOD_ENOUGH, Candidate, Setup, Trial, Tuner, choose
 
@@ -104,10 +105,7 @@ def setup_of(data: Any, model: Any) -> Setup:
     configure = getattr(model, "configure_spaces", None)
     if configure is not None:
         configure(data.observation_spec, data.action_spec)
-    policy = data._policy
-    if policy is None:
-        make = getattr(model, "collector_policy", None)
-        policy = getattr(model, "policy", None) if make is None else make()
+    policy = data._policy if data._policy is not None else policy_of(model)
     if policy is None:
         raise TypeError(f"there is no policy to act with : expected an attribute `policy` of {type(model).__name__}")
     return Setup(

@@ -252,10 +252,9 @@ def test_frames_that_do_not_fit_the_default_copies_are_refused_with_values_that_
         CollectorDataModule("CartPole-v1", backend=ProcessBackend(3))
 
 
-def test_copies_that_cannot_be_divided_are_refused(learner, trainer_with):
-    data = make_data(backend=ProcessBackend(3), frames_per_batch=12, total_frames=12)
+def test_copies_that_cannot_be_divided_are_refused_at_once():
     with pytest.raises(ValueError, match="num_envs must be a multiple of num_collectors=3, got 4; use 3 or 6"):
-        trainer_with(max_epochs=-1).fit(learner(), datamodule=data)
+        make_data(backend=ProcessBackend(3), frames_per_batch=12, total_frames=12)
 
 
 # --- several runs -----------------------------------------------------------------------------------------------

@@ -272,9 +272,11 @@ def test_printed_config_with_a_backend_can_be_read_again(arguments, monkeypatch,
         ("ray", "backend 'ray' is not in this version; use direct, process"),
     ],
 )
-def test_backend_that_does_not_exist_is_named_with_those_that_do(backend, message, monkeypatch):
-    with pytest.raises(Exception, match=message):
+def test_backend_that_does_not_exist_is_named_with_those_that_do(backend, message, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
         command(monkeypatch, f"--data.backend={backend}")
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 # --- how long it takes ------------------------------------------------------------------------------------------
