@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -429,15 +430,17 @@ def test_vector_envs_that_do_not_fit_the_copies_asked_for_are_refused():
 
 
 class Growing:
-    """Makes a larger vector env in the process of worker 1, whose copies begin at another index."""
+    """Makes a larger vector env in whichever process comes second."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def __call__(self) -> SyncVectorEnv:
-        with open(self.path, "ab+") as file:
-            file.write(b".")
-            return vector_env(1 + file.tell(), AutoresetMode.NEXT_STEP)
+        try:
+            Path(self.path).touch(exist_ok=False)
+        except FileExistsError:
+            return vector_env(3, AutoresetMode.NEXT_STEP)
+        return vector_env(2, AutoresetMode.NEXT_STEP)
 
 
 def test_vector_envs_of_different_sizes_are_refused(tmp_path):
