@@ -125,15 +125,14 @@ def _layers(module: nn.Module) -> list[nn.Module] | None:
 def _steps(layers: list[nn.Module]) -> list[Step]:
     """The layers as functions that leave their input alone; an activation after a linear layer works in its place."""
     steps: list[Step] = []
-    followed = [*layers[1:], None]
-    skip = False
-    for layer, following in zip(layers, followed, strict=True):
-        if skip:
-            skip = False
-            continue
+    rest = list(layers)
+    while rest:
+        layer = rest.pop(0)
         if isinstance(layer, nn.Linear):
-            skip = type(following) in _ACTIVATIONS
-            steps.append(_linear(layer, _ACTIVATIONS[type(following)] if skip else None))
+            activation = _ACTIVATIONS.get(type(rest[0])) if rest else None
+            if activation is not None:
+                del rest[0]
+            steps.append(_linear(layer, activation))
         else:
             steps.append(_step(layer))
     return steps
