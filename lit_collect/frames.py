@@ -32,6 +32,13 @@ MASK: Key = ("collector", "mask")  # [N, T] bool, only where rows may be padding
 
 SUCCESSORS: Key = ("collector", "successors")  # only in compact batches, see `lit_collect.successors`
 
+# what is added to samples of a replay buffer, [M] rows or slices [S, L], and to trajectories [B, T]
+INDEX: Key = ("index",)  # int64, where the row lies in the buffer; -1: padding
+WRITTEN: Key = ("collector", "written")  # int64, the row was the k-th that was ever written; -1: padding
+WEIGHT: Key = ("collector", "weight")  # float32, importance weight of a prioritized sample, the largest is 1
+N_STEPS: Key = ("collector", "n_steps")  # int64, rewards in ("next", "reward"): bootstrap with gamma ** n_steps
+LENGTHS: Key = ("collector", "lengths")  # int64, rows of the trajectory that the row belongs to
+
 REPORTED = "reported"
 """Under this name, and under ``("next", ...)``, stands which `RolloutConfig.info_keys` the env reported: bool."""
 
