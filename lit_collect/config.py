@@ -63,7 +63,7 @@ class RolloutConfig:
         if self.max_frames_per_traj is not None:
             at_least("rollout.max_frames_per_traj", self.max_frames_per_traj, 1, or_none=True)
         at_least("rollout.init_random_frames", self.init_random_frames, 0)
-        _one_of("rollout.exploration", self.exploration, _EXPLORATIONS)
+        one_of("rollout.exploration", self.exploration, _EXPLORATIONS)
         given: object = self.info_keys  # YAML and saved hyperparameters give lists
         if not isinstance(given, (tuple, list)):
             raise TypeError(f"rollout.info_keys must be a sequence of names, got {given!r}; use a tuple")
@@ -72,38 +72,44 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryConfig:
-    """Batches of whole trajectories instead of a fixed number of frames (not available in this version)."""
+    """Batches of whole trajectories instead of a fixed number of frames.
+
+    Example:
+        >>> TrajectoryConfig(trajs_per_batch=0)
+        Traceback (most recent call last):
+        ...
+        ValueError: trajectories.trajs_per_batch must be at least 1 or None, got 0
+    """
 
     trajs_per_batch: int | None = None
-    """Trajectories in one batch."""
+    """Complete trajectories in one batch, in the order in which they end; `frames_per_batch` frames are stepped at once
+    until there are so many. Those left when the budget is spent make a last, smaller batch."""
     traj_format: Literal["cat", "padded"] = "cat"
-    """Rows of all trajectories one after the other, or one row of time per trajectory, padded."""
+    """Rows of all trajectories one after the other, [M], or one row of time per trajectory, padded, [B, Tmax]."""
     split_trajs: bool = False
-    """Split each fixed batch by trajectory."""
+    """Split each fixed batch by trajectory, complete or not: [B, Tmax], padded (see `split_trajectories`)."""
     drop_stale: bool = False
-    """Leave out trajectories of which a part was acted by older weights."""
+    """Drop trajectories that were begun under weights older than `max_staleness` versions (0 where none is set)."""
 
+    def __post_init__(self) -> None:
+        """Check the settings against each other.
 
-@dataclass(frozen=True, kw_only=True)
-class ReplayConfig:
-    """A replay buffer between the collector and the trainer (not available in this version)."""
-
-    capacity: int
-    """Rows that are kept."""
-    batch_size: int = 256
-    """Rows of one sample."""
-    slice_len: int | None = None
-    """Sample slices of consecutive rows of that length."""
-    sampler: str = "uniform"
-    """How rows are chosen."""
-    write_mode: Literal["rollout", "trajectory"] = "rollout"
-    """Write each batch at once, or whole trajectories."""
-    trajs_per_write: int | None = None
-    """Whole trajectories in one write."""
-    min_frames: int = 0
-    """Rows that must be there before the first sample."""
-    storage: str = "memory"
-    """Where the rows are kept."""
+        Raises:
+            ValueError: naming the setting and the value.
+        """
+        one_of("trajectories.traj_format", self.traj_format, ("cat", "padded"))
+        if self.trajs_per_batch is not None:
+            at_least("trajectories.trajs_per_batch", self.trajs_per_batch, 1, or_none=True)
+            if self.split_trajs:
+                raise ValueError(
+                    "trajectories.split_trajs splits batches of a fixed number of frames : expected False with "
+                    "trajs_per_batch, got True; use traj_format='padded'"
+                )
+        elif self.traj_format != "cat" or self.drop_stale:
+            name = "drop_stale" if self.drop_stale else "traj_format"
+            raise ValueError(
+                f"trajectories.{name} is about whole trajectories : expected trajs_per_batch with it, got None"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +128,7 @@ class UpdateConfig:
     shuffle: bool = True
     """Draw the rows of the minibatches anew in each pass."""
     updates_per_batch: int = 1
-    """Samples from the replay buffer for each collected batch."""
+    """Samples from the replay buffer for each collected batch; the other settings are for batches without one."""
 
     def __post_init__(self) -> None:
         """Check the counts.
@@ -200,7 +206,7 @@ class EvaluationConfig:
             ValueError: naming the setting and the value.
         """
         at_least("evaluation.num_episodes", self.num_episodes, 1)
-        _one_of("evaluation.exploration", self.exploration, _EXPLORATIONS)
+        one_of("evaluation.exploration", self.exploration, _EXPLORATIONS)
         if self.max_frames is not None:
             at_least("evaluation.max_frames", self.max_frames, 1, or_none=True)
         if self.num_envs is not None:
@@ -301,17 +307,6 @@ def check_frames(frames_per_batch: int, total_frames: int, num_envs: int, copies
         )
 
 
-def refuse_later(**settings: object) -> None:
-    """Refuse settings of parts that are still to come.
-
-    Raises:
-        ValueError: if one of them is given.
-    """
-    for name, value in settings.items():
-        if value is not None:
-            raise ValueError(f"{name} is not available in this version : expected None, got {value!r}")
-
-
 def at_least(name: str, value: int, least: int, *, or_none: bool = False) -> None:
     """Check a count.
 
@@ -335,7 +330,17 @@ def _check_integer(name: str, value: int) -> None:
         raise TypeError(f"{name} must be an integer, got {value!r}")
 
 
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Check a word.
+
+    Args:
+        name: of the setting, for messages.
+        value: to be checked.
+        choices: those that will do.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 

@@ -1,0 +1,146 @@
+"""`MixedBuffer`: two buffers in one sample."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from lit_collect import FrameContractError
+from lit_collect.frames import INDEX, WEIGHT, WRITTEN
+from lit_collect.replay import MixedBuffer, ReplayBuffer
+
+OFFLINE = ("collector", "offline")
+
+
+def filled(first, count=20, sampler="uniform", batch_size=8, **more):
+    buffer = ReplayBuffer(64, batch_size, sampler=sampler, seed=0)
+    buffer.extend(rows(first, count, **more))
+    return buffer
+
+
+def rows(first, count, **more):
+    number = torch.arange(first, first + count)
+    ids = {"traj_ids": torch.zeros(count, dtype=torch.int64)}
+    return TensorDict({"observation": number, "collector": ids, **more}, batch_size=[count])
+
+
+class Fixed:
+    """Gives the same rows always, without saying where they lie."""
+
+    def sample(self, batch_size):
+        return rows(-batch_size, batch_size)
+
+
+class Other:
+    """Gives rows of another dtype."""
+
+    def sample(self, batch_size):
+        given = rows(0, batch_size)
+        return given.set("observation", given["observation"].float())
+
+
+@pytest.mark.parametrize(("fraction", "online"), [(0.5, 8), (0.25, 4), (0.0, 0), (1.0, 16)])
+def test_sample_then_has_rows_of_both(fraction, online):
+    sample = MixedBuffer(filled(0), filled(100), fraction=fraction).sample(16)
+    assert sample.batch_size == (16,)
+    assert sample[OFFLINE].tolist() == [False] * online + [True] * (16 - online)
+    assert torch.equal(sample["observation"] >= 100, sample[OFFLINE])
+
+
+def test_sample_then_has_the_keys_of_both():
+    mixed = MixedBuffer(filled(0, value=torch.zeros(20)), filled(100, score=torch.zeros(20)))
+    assert {"value", "score"}.isdisjoint(mixed.sample().keys())
+
+
+def test_sample_with_an_offline_part_of_any_kind_then_fills_what_it_lacks():
+    sample = MixedBuffer(filled(0, sampler="prioritized"), Fixed()).sample(8)
+    assert sample["observation"][4:].tolist() == [-4, -3, -2, -1]
+    assert (sample[INDEX][4:] == -1).all()
+    assert (sample[WRITTEN][4:] == -1).all()
+    assert (sample[WEIGHT][4:] == 1).all()
+    assert torch.equal(sample[INDEX][:4], sample["observation"][:4])
+
+
+def test_extend_then_goes_online():
+    online, offline = filled(0), filled(100)
+    mixed = MixedBuffer(online, offline)
+    mixed.extend(rows(20, 5))
+    assert (len(mixed), len(online), len(offline)) == (25, 25, 20)
+
+
+def test_update_priority_then_goes_to_the_part_of_each_row():
+    online, offline = filled(0, sampler="prioritized"), filled(100, sampler="prioritized")
+    mixed = MixedBuffer(online, offline, batch_size=400)
+    sample = mixed.sample()
+    chosen = (sample["observation"] == 3) | (sample["observation"] == 107)
+    mixed.update_priority(sample, torch.where(chosen, 1e6, 1e-6)[:, None])
+    assert (online.sample(64)["observation"] == 3).double().mean() > 0.9
+    assert (offline.sample(64)["observation"] == 107).double().mean() > 0.9
+
+
+def test_update_priority_with_one_part_without_then_leaves_it_alone():
+    mixed = MixedBuffer(filled(0, sampler="prioritized"), Fixed())
+    mixed.update_priority(mixed.sample(), torch.ones(8))
+    with pytest.raises(TypeError, match="priorities of a mixed buffer go with the sample"):
+        mixed.update_priority(torch.arange(8), torch.ones(8))
+
+
+def test_slices_then_are_mixed_whole():
+    parts = []
+    for first in (0, 100):
+        parts.append(ReplayBuffer(64, 16, slice_len=4, seed=0))
+        parts[-1].extend(rows(first, 20))
+    mixed = MixedBuffer(*parts, fraction=0.4)
+    sample = mixed.sample()
+    assert sample.batch_size == (4, 4)
+    assert sample[OFFLINE][:, 0].tolist() == [False, False, True, True]
+    assert sample[OFFLINE].shape == (4, 4)
+    mixed.update_priority(sample, torch.ones(4, 4))
+
+
+def test_can_sample_then_asks_both():
+    assert MixedBuffer(filled(0), filled(100)).can_sample()
+    assert MixedBuffer(filled(0), Fixed()).can_sample()
+    assert not MixedBuffer(ReplayBuffer(8), filled(100)).can_sample()
+    assert MixedBuffer(ReplayBuffer(8), filled(100), fraction=0.0).can_sample()
+
+
+def test_mixed_buffer_then_passes_on_what_is_about_the_online_part():
+    mixed = MixedBuffer(filled(0), filled(100), fraction=0.25)
+    mixed.learner_version = 3
+    assert (mixed.learner_version, mixed.online.learner_version, mixed.takes_batches) == (3, 3, True)
+    mixed.sample()
+    assert mixed.take_statistics()["sampled"] == 2
+    mixed.close()
+    with pytest.raises(ValueError, match="the replay buffer is closed"):
+        mixed.sample()
+    assert len(mixed.offline) == 20
+
+
+def test_state_then_is_that_of_the_online_part():
+    mixed, other = MixedBuffer(filled(0), filled(100)), MixedBuffer(filled(50), filled(100))
+    other.load_state_dict(mixed.state_dict())
+    assert torch.equal(other.online[:]["observation"], mixed.online[:]["observation"])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: MixedBuffer(Fixed(), filled(0)), TypeError, r"online must have extend and sample : got Fixed without"),
+        (lambda: MixedBuffer(filled(0), 3), TypeError, "offline must have sample : got int"),
+        (
+            lambda: MixedBuffer(filled(0), Fixed(), fraction=1.5),
+            ValueError,
+            "fraction must be between 0 and 1, got 1.5",
+        ),
+        (lambda: MixedBuffer(filled(0), Fixed(), batch_size=0), ValueError, "batch_size must be at least 1, got 0"),
+        (lambda: MixedBuffer(filled(0), Fixed()).sample(0), ValueError, "batch_size must be an integer of at least 1"),
+        (
+            lambda: MixedBuffer(filled(0), Other()).sample(),
+            FrameContractError,
+            "'observation' must be the same in both parts, got torch.int64",
+        ),
+    ],
+)
+def test_wrong_use_then_is_refused(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
