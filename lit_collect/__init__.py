@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lit_collect.assembler import TrajectoryAssembler
     from lit_collect.backends import Backend, DirectBackend, ProcessBackend
     from lit_collect.callbacks import (
         CollectionMonitor,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from lit_collect.config import (
         DeviceConfig,
         EvaluationConfig,
-        ReplayConfig,
         RolloutConfig,
         TrajectoryConfig,
         UpdateConfig,
@@ -46,11 +46,18 @@ if TYPE_CHECKING:
     )
     from lit_collect.frames import check_batch
     from lit_collect.hooks import Hooks
+    from lit_collect.offline import OfflineDataModule, offline_buffer
+    from lit_collect.pacing import PacedBuffer
     from lit_collect.policies import PolicyFactory, RandomPolicy
+    from lit_collect.replay.buffer import ReplayBuffer
+    from lit_collect.replay.config import ReplayConfig
+    from lit_collect.replay.mixing import MixedBuffer
+    from lit_collect.replay.transforms import Hindsight, NStep
     from lit_collect.sampling import masked_logits
     from lit_collect.schemes import NoSync, Pipe, SharedMemory, WeightReceiver, WeightSyncScheme
     from lit_collect.seeding import Placement
     from lit_collect.successors import restore_successors
+    from lit_collect.trajectories import split_trajectories
     from lit_collect.weights import WeightSnapshot
 
 __version__ = "0.1.0"
@@ -71,7 +78,6 @@ _HOMES = {
     "lit_collect.config": (
         "DeviceConfig",
         "EvaluationConfig",
-        "ReplayConfig",
         "RolloutConfig",
         "TrajectoryConfig",
         "UpdateConfig",
@@ -94,11 +100,19 @@ _HOMES = {
         "WorkerFailedError",
     ),
     "lit_collect.frames": ("check_batch",),
+    "lit_collect.offline": ("OfflineDataModule", "offline_buffer"),
+    "lit_collect.pacing": ("PacedBuffer",),
     "lit_collect.policies": ("PolicyFactory", "RandomPolicy"),
+    "lit_collect.replay.buffer": ("ReplayBuffer",),
+    "lit_collect.replay.config": ("ReplayConfig",),
+    "lit_collect.replay.mixing": ("MixedBuffer",),
+    "lit_collect.replay.transforms": ("Hindsight", "NStep"),
     "lit_collect.sampling": ("masked_logits",),
     "lit_collect.schemes": ("NoSync", "Pipe", "SharedMemory", "WeightReceiver", "WeightSyncScheme"),
     "lit_collect.seeding": ("Placement",),
     "lit_collect.successors": ("restore_successors",),
+    "lit_collect.assembler": ("TrajectoryAssembler",),
+    "lit_collect.trajectories": ("split_trajectories",),
     "lit_collect.weights": ("WeightSnapshot",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -123,19 +137,26 @@ __all__ = [
     "FrameContractError",
     "FrameProgress",
     "GymEnvFactory",
+    "Hindsight",
     "Hooks",
     "LearningCurve",
     "LitCollectError",
+    "MixedBuffer",
+    "NStep",
     "NoSync",
+    "OfflineDataModule",
+    "PacedBuffer",
     "Pipe",
     "Placement",
     "PolicyFactory",
     "ProcessBackend",
     "RandomPolicy",
+    "ReplayBuffer",
     "ReplayConfig",
     "RolloutConfig",
     "SharedMemory",
     "StaleDataError",
+    "TrajectoryAssembler",
     "TrajectoryConfig",
     "UpdateConfig",
     "VectorEnvFactory",
@@ -149,7 +170,9 @@ __all__ = [
     "decode_texts",
     "make_dataloader",
     "masked_logits",
+    "offline_buffer",
     "restore_successors",
+    "split_trajectories",
 ]
 
 

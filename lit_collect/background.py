@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from tensordict import TensorDictBase
 
 from lit_collect.backends import Backend
-from lit_collect.errors import CollectTimeoutError
+from lit_collect.errors import BudgetSpentError, CollectTimeoutError
 
 _SLICE_S = 0.1  # how long a batch is waited for before others may have their turn
 
@@ -53,7 +53,9 @@ class Pump:
     Args:
         begin: called before each batch; False if there shall be none.
         collect: the batch, None if there was none within a number of seconds.
+        room: waits for that many seconds for room in the sink; False if there is none.
         sink: takes it. Others may use the collector meanwhile.
+        ended: called at the end of all, whatever it was.
         turn: to use the collector.
         backend: says how long pausing and stopping wait for the thread.
     """
@@ -63,11 +65,14 @@ class Pump:
         begin: Callable[[], bool],
         collect: Callable[[float], TensorDictBase | None],
         *,
+        room: Callable[[float], bool],
         sink: Callable[[TensorDictBase], object],
+        ended: Callable[[], None],
         turn: Turn,
         backend: Backend,
     ) -> None:
         self._begin, self._collect, self._sink, self._turn = begin, collect, sink, turn
+        self._room, self._ended = room, ended
         # where envs are stepped in this thread, a batch takes its time; from others it is not waited for at the end
         self._patience_s = backend.batch_timeout_s if backend.in_process else backend.shutdown_timeout_s
         self._changed = threading.Condition()  # of the two that follow
@@ -140,6 +145,7 @@ class Pump:
             self._error = error
         finally:
             atexit.unregister(self._leave)
+            self._ended()
 
     def _go_on(self) -> bool:
         """Wait for a while for a batch; False at the end of all."""
@@ -153,8 +159,13 @@ class Pump:
             if not self._begun and not self._begin():
                 return False
             self._begun = True
+            if not self._room(_SLICE_S):
+                return True
             with self._turn.taken():
-                batch = self._collect(_SLICE_S)
+                try:
+                    batch = self._collect(_SLICE_S)
+                except BudgetSpentError:  # what was left made no whole batch
+                    return False
             if batch is not None:
                 self._begun = False
                 self._sink(batch)

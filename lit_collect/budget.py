@@ -1,4 +1,4 @@
-"""`Budget`: how many frames a collector may hand out, and how many it has."""
+"""`Budget`: how many frames a collector may step to hand them out, and what became of them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from lit_collect.errors import BudgetSpentError
 
 @dataclass(kw_only=True)
 class Budget:
-    """Counts frames and batches that were handed out.
+    """Counts frames and batches that were handed out, and frames that wait for the rest of their trajectory.
 
     Example:
         >>> budget = Budget(total=20)
@@ -22,14 +22,23 @@ class Budget:
     """Frames that were handed out."""
     batches: int = 0
     """Batches that were handed out."""
+    held: int = 0
+    """Frames that were collected and wait to be handed out with the rest of their trajectory."""
+    lost: int = 0
+    """Frames that were collected and will never be handed out: their trajectories were not whole, or too old."""
     before_resume: int = 0
     """Frames stepped by the runs before this one."""
 
     @property
     def left(self) -> int | None:
-        """Frames until it is spent, None without a limit."""
+        """Frames that may still be collected, None without a limit."""
         # a state that was loaded may be of a larger budget
-        return None if self.total == -1 else max(self.total - self.yielded, 0)
+        return None if self.total == -1 else max(self.total - self.yielded - self.held - self.lost, 0)
+
+    @property
+    def to_come(self) -> int | None:
+        """Frames that may still be handed out, None without a limit."""
+        return None if self.left is None else self.left + self.held
 
     def batches_left(self, frames_per_batch: int) -> int:
         """Batches until it is spent.
@@ -47,7 +56,7 @@ class Budget:
         Raises:
             BudgetSpentError: then.
         """
-        if self.left == 0:
+        if self.to_come == 0:
             raise BudgetSpentError(
                 f"all {self.total} frames of total_frames have been collected; raise the budget or build a new "
                 f"collector"
@@ -58,9 +67,23 @@ class Budget:
         self.yielded += frames
         self.batches += 1
 
+    def hold(self, frames: int) -> None:
+        """So many frames were collected and wait."""
+        self.held += frames
+
+    def release(self, frames: int) -> None:
+        """So many of those that waited are handed out, as one more batch."""
+        self.held -= frames
+        self.count(frames)
+
+    def lose(self, frames: int) -> None:
+        """So many of those that waited will not be handed out."""
+        self.held -= frames
+        self.lost += frames
+
     def limit(self, frames: int) -> None:
         """Let only so many more be handed out."""
-        self.total = self.yielded + frames
+        self.total = self.yielded + self.held + self.lost + frames
 
     def take_back(self, frames: int) -> None:
         """So many frames of the last batch are not used: they were not handed out, but dropped."""

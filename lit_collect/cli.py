@@ -1,11 +1,12 @@
-"""The command ``lit-collect fit|validate|test|predict|doctor|tune``: LightningCLI with what collecting needs."""
+"""The command ``lit-collect``: LightningCLI with what collecting needs, and three commands besides."""
 
+import argparse
 import os
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,21 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lit_collect.callbacks import CollectionMonitor, FrameProgress, LearningCurve, WeightSync
-from lit_collect.errors import BackendUnavailableError, LitCollectError
+from lit_collect.errors import LitCollectError
+from lit_collect.offline.datamodule import OfflineDataModule
 
 _DESCRIPTION = (
-    "Train, evaluate and play with what lit_collect collects: Lightning's command line, and two commands of its own."
+    "Train, evaluate and play with what lit_collect collects: Lightning's command line, and three commands of its own."
 )
 _EPILOG = (
     "Besides, 'lit-collect doctor --env ID' says what an env is, what is stored of it, how fast it is and what it does "
-    "wrong, and 'lit-collect tune --config CONFIG' measures which num_envs and backend make most frames per second. "
+    "wrong, 'lit-collect tune --config CONFIG' measures which num_envs and backend make most frames per second, and "
+    "'lit-collect collect --config CONFIG --out PATH' keeps what a policy does as data for offline training. "
     "Each has a --help of its own."
 )
-_USAGE = "lit-collect [-c CONFIG] {fit,validate,test,predict,doctor,tune} ..."
+_USAGE = "lit-collect [-c CONFIG] {fit,validate,test,predict,doctor,tune,collect} ..."
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
+_REFUSALS = (ValueError, TypeError, OSError, ModuleNotFoundError, LitCollectError)  # of a constructor
 _ALWAYS_ON = {"weight_sync": WeightSync, "monitor": CollectionMonitor, "progress": FrameProgress}
 
 
@@ -68,7 +72,7 @@ class CollectorCLI(LightningCLI):
 
     @override
     def setup_parser(self, *args: Any) -> None:
-        """Set up the parsers; the usage names the two commands besides the subcommands."""
+        """Set up the parsers; the usage names the three commands besides the subcommands."""
         super().setup_parser(*args)
         self.parser.usage = _USAGE
 
@@ -100,7 +104,7 @@ class CollectorCLI(LightningCLI):
         """Instantiate all classes; an error of a constructor is shown as it is, not as what a parser makes of it."""
         try:
             super().instantiate_classes()
-        except (ValueError, TypeError, BackendUnavailableError) as error:
+        except _REFUSALS as error:
             raise _own_error(error) from None
 
     def after_fit(self) -> None:
@@ -115,6 +119,7 @@ class CollectorCLI(LightningCLI):
         given = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         no_bar = config.get("enable_progress_bar") is False or any(isinstance(c, ProgressBar) for c in given)
+        no_bar = no_bar or isinstance(self.datamodule, OfflineDataModule)  # no frames come; Lightning's own bar does
         replaced = [c for c in callbacks if any(isinstance(other, type(c)) for other in given)]
         kept = [c for c in callbacks if c not in replaced and not (no_bar and isinstance(c, ProgressBar))]
         return super()._instantiate_trainer(config, kept)
@@ -172,7 +177,7 @@ def main(args: ArgsType = None) -> int:
         CollectorCLI(args)
     except SIGTERMException as error:  # a SystemExit with status 0, as if the run had come to its end
         raise SystemExit(128 + signal.SIGTERM) from error
-    except (ValueError, TypeError, BackendUnavailableError) as error:
+    except _REFUSALS as error:
         if not _is_refusal(error):
             raise
         print(f"lit-collect: error: {error}", file=sys.stderr)  # noqa: T201  # as a parser says it
@@ -197,18 +202,30 @@ def _doctor(args: Sequence[str]) -> int:
 def _tune(args: Sequence[str]) -> int:
     from lit_collect.tools import tune
 
-    parser = tune.parser()
+    return _with_fit(tune.parser(), tune.run, args)
+
+
+def _collect(args: Sequence[str]) -> int:
+    from lit_collect.tools import collect
+
+    return _with_fit(collect.parser(), collect.run, args)
+
+
+def _with_fit(
+    parser: argparse.ArgumentParser, run: Callable[[Any, Any, argparse.Namespace], int], args: Sequence[str]
+) -> int:
+    """Run a command on data and model of a config of fit, whose arguments are those that the parser does not know."""
     given, rest = parser.parse_known_args(list(args))
     before, after = _by_shape(rest)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # these are those of the process
         try:
             cli = _NotRun([*before, "fit", *after])
-            return tune.run(cli.datamodule, cli.model, given)
-        except (ValueError, TypeError) as error:
+            return run(cli.datamodule, cli.model, given)
+        except (ValueError, TypeError, ModuleNotFoundError) as error:
             parser.error(str(error))
-        except LitCollectError as error:  # the env cannot be made, even to ask it for its spaces
-            print(f"lit-collect tune: {error}", file=sys.stderr)  # noqa: T201
+        except (LitCollectError, OSError) as error:  # the env cannot be made, even to ask it for its spaces
+            print(f"{parser.prog}: {error}", file=sys.stderr)  # noqa: T201
             return 1
 
 
@@ -237,7 +254,7 @@ def _has_section(path: str) -> bool:
     return isinstance(config, dict) and "fit" in config
 
 
-_COMMANDS = {"doctor": _doctor, "tune": _tune}
+_COMMANDS = {"doctor": _doctor, "tune": _tune, "collect": _collect}
 
 
 def _own_error(error: BaseException) -> BaseException:

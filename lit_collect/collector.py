@@ -12,10 +12,10 @@ from torch import nn
 from lit_collect import questions
 from lit_collect.backends import Backend, resolve_backend
 from lit_collect.budget import Budget
-from lit_collect.config import DeviceConfig, RolloutConfig, TrajectoryConfig, check_frames, refuse_later, settings
+from lit_collect.config import DeviceConfig, RolloutConfig, TrajectoryConfig, check_frames, settings
 from lit_collect.devices import usable
 from lit_collect.envs.factories import EnvLike, resolve_env
-from lit_collect.errors import second_to
+from lit_collect.errors import BudgetSpentError, second_to
 from lit_collect.hooks import Hooks, Output
 from lit_collect.ledger import Ledger
 from lit_collect.profiling import ProfileConfig
@@ -26,6 +26,7 @@ from lit_collect.stream import Stream
 from lit_collect.supervisor import WorkerGroup
 from lit_collect.weights import Weights, models_to_update
 from lit_collect.worker import WorkerSpec
+from lit_collect.writing import ReplayTarget
 
 
 class Collector:
@@ -42,8 +43,9 @@ class Collector:
         total_frames: the budget, met to the frame; -1 for none.
         num_envs: env copies. None takes what the env says; where it says nothing there is one, and batches are [T].
         rollout: how a batch is collected.
-        trajectories: whole trajectories instead of a fixed number of frames (not in this version).
-        replay_buffer: anything with ``extend``; it is given the transitions of every batch, [M].
+        trajectories: whole trajectories instead of a fixed number of frames.
+        replay_buffer: anything with ``extend``, which is given the transitions of every batch, [M]; or a
+            `ReplayConfig`, of which the collector builds a `ReplayBuffer` (see `replay_buffer`).
         devices: where things live.
         backend: where frames are collected.
         seed: reproduces the run; None takes the one of `seed_everything`, else a fresh one.
@@ -78,13 +80,14 @@ class Collector:
         hooks: Hooks | Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         rollout, devices = settings(RolloutConfig, rollout, "rollout"), settings(DeviceConfig, devices, "devices")
-        refuse_later(trajectories=trajectories)
-        output = Output(Hooks.of(hooks), replay_buffer)
-        source, backend = resolve_env(env), resolve_backend(backend)
+        if trajectories is not None:
+            trajectories = settings(TrajectoryConfig, trajectories, "trajectories")
+        source, backend, hooks = resolve_env(env), resolve_backend(backend), Hooks.of(hooks)
         copies = num_envs if num_envs is not None else source.copies(backend.num_collectors) or backend.num_collectors
         check_frames(frames_per_batch, total_frames, copies, copies)
         storage = usable(devices.storage, "devices.storage")
         place = seed if isinstance(seed, Placement) else Placement(entropy=resolve_entropy(seed))
+        self._replay = ReplayTarget(replay_buffer, compact_obs=rollout.compact_obs, seed=place.replay_seed)
         self._group = WorkerGroup(
             WorkerSpec(source=source, policy=policy, rollout=rollout, num_envs=num_envs, place=place, devices=devices),
             backend,
@@ -101,15 +104,17 @@ class Collector:
         says_nothing = num_envs is None and source.num_envs is None and place.default_envs is None
         self._stream = Stream(
             self._group,
-            output,
+            Output(hooks, self._replay.sink(self.num_envs * place.world_size, pieces=rollout.set_truncated)),
             budget=self._budget,
             frames_per_batch=frames_per_batch,
             unbatched=says_nothing and self._group.ready.single and self.num_envs == 1,
+            trajectories=trajectories,
             storage=storage,
             refresh=self._take_what_has_come,
         )
         self._ledger = Ledger(self._group, self._budget, place=place)
-        self._policy, self._replay_buffer = policy, replay_buffer
+        self._policy, self._replay_buffer = policy, self._replay.buffer
+        self.trajs_per_batch = None if trajectories is None else trajectories.trajs_per_batch
         self._inlet = Inlet()
         self._profile: ProfileConfig | None = None
 
@@ -128,14 +133,19 @@ class Collector:
         """The next batch; StopIteration when the budget is spent."""
         if not self._stream.closed and self.frames_left == 0:
             raise StopIteration
-        return self.collect()
+        try:
+            return self.collect()
+        except BudgetSpentError:  # what was left made no whole trajectory
+            raise StopIteration from None
 
     def __len__(self) -> int:
         """Batches that are left in the budget.
 
         Raises:
-            TypeError: if there is no budget.
+            TypeError: if there is no budget, or nobody knows how many whole trajectories will come.
         """
+        if self.trajs_per_batch is not None:
+            raise TypeError("a collector of whole trajectories has no length : nobody knows how many there will be")
         return self._budget.batches_left(self.frames_per_batch)
 
     def __enter__(self) -> "Collector":
@@ -165,8 +175,23 @@ class Collector:
 
     @property
     def frames_left(self) -> int | None:
-        """Frames until the budget is spent, None without one."""
-        return self._budget.left
+        """Frames that are to be handed out until the budget is spent (fewer may come of it), None without one."""
+        return self._budget.to_come
+
+    @property
+    def replay_buffer(self) -> Any:
+        """What the transitions are written to, None if nothing."""
+        return self._replay.buffer
+
+    @property
+    def learns_from_replay(self) -> bool:
+        """Whether the transitions are written to what can be sampled."""
+        return self._replay.can_be_sampled
+
+    @property
+    def min_frames(self) -> int:
+        """Rows of the replay buffer that must be there before the first sample."""
+        return self._replay.min_frames
 
     @property
     def budget(self) -> Budget:
@@ -198,10 +223,11 @@ class Collector:
 
         Returns:
             [N, T] (or [T], see `num_envs`) as `lit_collect.frames` describes it, owned by the caller. An asynchronous
-            backend gives the batch of one worker, as many frames of its [n, T] env copies.
+            backend gives the batch of one worker, as many frames of its [n, T] env copies. With `trajectories`, [M]
+            or [B, Tmax].
 
         Raises:
-            BudgetSpentError: if no frames are left.
+            BudgetSpentError: if no frames are left, or they made no whole trajectory.
             CollectorClosedError: after `shutdown`.
             WorkerFailedError: if an env raised; the next call begins new episodes.
             WorkerDiedError: if a worker ended and is not to be replaced.
@@ -227,6 +253,10 @@ class Collector:
             RuntimeError: if there is no `replay_buffer`, or it runs already.
         """
         self._stream.start()
+
+    def check_background(self) -> None:
+        """Raise what went wrong in the background, once; waits for nobody."""
+        self._stream.check_background()
 
     @property
     def is_running(self) -> bool:
@@ -275,8 +305,8 @@ class Collector:
             raise ValueError("worker_ids needs a backend with workers : the direct backend has none")
         workers = None if worker_ids is None else self._group.indices(worker_ids, "worker_ids")
         models = models_to_update(policy_or_weights, weights, policy, model_id, weights_dict)
-        # a policy that acts here must not change meanwhile; other workers take weights between batches anyway
-        here = self._group.backend.in_process or not self._group.publisher.knows(models)
+        # a policy that acts itself must not change meanwhile; copies of it take weights between batches anyway
+        here = self._group.shared or not self._group.publisher.knows(models)
         with self._stream.turn.taken() if here else nullcontext():
             self._group.publish(models, workers)
 
@@ -381,6 +411,8 @@ class Collector:
             raise TypeError(f"index must be the number of an env copy or None, got {index!r}")
         with self._stream.turn.taken():
             self._group.reset(index)
+            if index is None:
+                self._restarted()
 
     def set_seed(self, seed: int) -> None:
         """Begin new episodes under a new seed with the next batch; what is collected already is dropped."""
@@ -389,6 +421,7 @@ class Collector:
         with self._stream.turn.taken():
             self._stream.gatherer.discard()
             self._ledger.reseed(entropy)
+            self._restarted()
 
     def statistics(self) -> dict[str, Any]:
         """Counters as plain numbers. ``frames_stepped = frames_yielded + frames_pending + frames_dropped`` always.
@@ -420,6 +453,7 @@ class Collector:
         self._stream.check_idle()
         self._ledger.check(state)
         self._stream.gatherer.discard()
+        self._restarted()
         self._ledger.load(state)
 
     def shutdown(self) -> None:
@@ -431,7 +465,14 @@ class Collector:
             WorkerFailedError: if an env raised in its `close`; all are closed all the same.
             CollectTimeoutError: if a hook or `replay_buffer` hangs in the background; the workers end all the same.
         """
-        self._stream.close()
+        try:
+            self._stream.close()
+        finally:
+            self._replay.close()
+
+    def _restarted(self) -> None:
+        self._stream.packing.restart()
+        self._replay.restart()
 
     def _take_what_has_come(self) -> None:
         if self._inlet:

@@ -1,55 +1,45 @@
 """`CollectorDataModule`: collected frames as ordinary Lightning data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
-from time import perf_counter
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from tensordict import TensorDictBase
+from torch import Tensor
 from typing_extensions import override
 
 from lit_collect.backends import Backend, resolve_backend
-from lit_collect.callbacks._source import find_callback, gather_numbers
-from lit_collect.callbacks.weight_sync import WeightSync
-from lit_collect.collector import Collector
 from lit_collect.config import (
     DeviceConfig,
     EvaluationConfig,
-    ReplayConfig,
     RolloutConfig,
     TrajectoryConfig,
     UpdateConfig,
     check_frames,
     check_shares,
-    refuse_later,
     settings,
 )
 from lit_collect.dataset import CollectorDataset, CollectorLoader
 from lit_collect.envs.factories import EnvLike, resolve_env
 from lit_collect.envs.probe import SpaceProbe
 from lit_collect.envs.spaces import describe_space
-from lit_collect.errors import BudgetSpentError
 from lit_collect.evaluation import Evaluations
-from lit_collect.learner import (
-    add_callbacks,
-    hide_loaders,
-    initialise_lazy,
-    policy_of,
-    prepared,
-    required_policy,
-    restore_batch_size,
-)
-from lit_collect.ranks import SharedBudget
+from lit_collect.learner import Seat, add_callbacks, hide_loaders, initialise_lazy, policy_of, restore_batch_size
+from lit_collect.metrics import ReplayUse
+from lit_collect.plan import Plan
+from lit_collect.replay import MixedBuffer, ReplayBuffer
+from lit_collect.replay.config import ReplayConfig
+from lit_collect.replaying import Replaying
 from lit_collect.seeding import Placement, Stage, resolve_entropy
+from lit_collect.supply import Supply
 
 Listener = Callable[[TensorDictBase], None]
 _DEFAULT_ENVS = 8
-_SECONDS = ("env_s", "policy_s", "transfer_s", "busy_s", "collect_s", "weight_sync_s")
 
 
 class CollectorDataModule(L.LightningDataModule):
@@ -78,8 +68,9 @@ class CollectorDataModule(L.LightningDataModule):
         num_envs: env copies of one rank. None takes what the env says, else 8.
         updates: passes and minibatches.
         rollout: how a batch is collected.
-        trajectories: whole trajectories instead of a fixed number of frames (not in this version).
-        replay: a replay buffer in between (not in this version).
+        trajectories: whole trajectories instead of a fixed number of frames.
+        replay: a replay buffer in between: a `ReplayConfig`, or an object with ``extend`` and ``sample``. Each
+            collected batch is written to it, and `UpdateConfig.updates_per_batch` samples are trained on.
         devices: where things live.
         evaluation: episodes of a validation or test run, on each rank; None for none.
         backend: where frames are collected.
@@ -108,13 +99,14 @@ class CollectorDataModule(L.LightningDataModule):
         updates: UpdateConfig = UpdateConfig(),
         rollout: RolloutConfig = RolloutConfig(),
         trajectories: TrajectoryConfig | None = None,
-        replay: ReplayConfig | None = None,
+        replay: ReplayConfig | MixedBuffer | ReplayBuffer | None = None,
         devices: DeviceConfig = DeviceConfig(),
         evaluation: EvaluationConfig | None = EvaluationConfig(),
         backend: Backend | str = "auto",
         batches_per_epoch: int | None = None,
         seed: int | None = None,
     ) -> None:
+        self._seat = Seat()  # which Lightning attaches the trainer to
         super().__init__()
         updates, rollout = settings(UpdateConfig, updates, "updates"), settings(RolloutConfig, rollout, "rollout")
         devices = settings(DeviceConfig, devices, "devices")
@@ -122,58 +114,56 @@ class CollectorDataModule(L.LightningDataModule):
             evaluation = settings(EvaluationConfig, evaluation, "evaluation")
         self._source = resolve_env(env)
         self._backend = resolve_backend(backend)
-        said = self._source.copies(self._backend.num_collectors)
-        self._num_envs = num_envs if num_envs is not None else said
-        self._default_envs = -(-_DEFAULT_ENVS // self._backend.num_collectors) * self._backend.num_collectors
+        workers = self._backend.num_collectors
+        self._num_envs = num_envs if num_envs is not None else self._source.copies(workers)
+        self._default_envs = -(-_DEFAULT_ENVS // workers) * workers
         known = self._num_envs if self._num_envs is not None else self._default_envs if isinstance(env, str) else 1
         check_frames(frames_per_batch, total_frames, known, known)
         if self._num_envs is not None:
-            check_shares(self._num_envs, self._backend.num_collectors)
-        refuse_later(trajectories=trajectories, replay=replay)
-        self.frames_per_batch = frames_per_batch
-        self.total_frames = total_frames
+            check_shares(self._num_envs, workers)
+        trajectories = None if trajectories is None else settings(TrajectoryConfig, trajectories, "trajectories")
         self.rollout_listeners: list[Listener] = []
         """Called with each whole batch [N, T] before it is trained on."""
         self.round_listeners: list[Listener] = []
         """Called with each round of evaluation episodes [B, Tmax]."""
-        self.seconds = dict.fromkeys(_SECONDS, 0.0)
-        """Seconds spent so far: in envs and in the policy (of the busiest worker), on handing batches over, in
-        rollouts (mean of the workers), on waiting for batches, on publishing weights."""
         self._policy = policy
-        self._rollout, self._updates, self._devices = rollout, updates, devices
+        self._rollout, self._devices = rollout, devices
         self._entropy = resolve_entropy(seed) if seed is not None else None
         self._probe = SpaceProbe(self._source)
-        self._collector: Collector | None = None
-        self._budget = SharedBudget(total=total_frames)
-        self._state: dict[str, Any] | None = None  # of the collector that was or is to come
-        self._statistics: dict[str, Any] = {}  # of the collector that was
-        self._beginning: dict[str, Any] = {}  # the state of a collector that has done nothing yet
-        self._evaluations: Evaluations | None = None
-        if evaluation is not None and not self._source.live:
-            self._evaluations = Evaluations(
-                self._source,
-                evaluation,
-                rollout=rollout,
-                policy=self._acting_policy,
-                listeners=self.round_listeners,
-            )
-        self._stream = CollectorDataset(self, batches_per_epoch=batches_per_epoch, updates=updates, agree=self._most)
-        if self._evaluations is None:
-            hide_loaders(self, CollectorDataModule)
-        self.save_hyperparameters(
-            {
-                "env": self._source.description,
-                "frames_per_batch": frames_per_batch,
-                "total_frames": total_frames,
-                "num_envs": num_envs,
-                "updates": asdict(updates),
-                "rollout": {**asdict(rollout), "info_keys": list(rollout.info_keys)},
-                "evaluation": None if evaluation is None else asdict(evaluation),
-                "batches_per_epoch": batches_per_epoch,
-                "seed": seed,
-            },
-            logger=False,
+        plan = Plan(
+            source=self._source,
+            policy=policy,
+            backend=self._backend,
+            num_envs=self._num_envs,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            rollout=rollout,
+            trajectories=trajectories,
+            devices=devices,
         )
+        self._replaying = None if replay is None else Replaying(replay, plan=plan)
+        self._supply = Supply(
+            plan,
+            self._seat,
+            place=partial(self._place, "train"),
+            probe=self._probe,
+            replaying=self._replaying,
+            listeners=self.rollout_listeners,
+        )
+        self._evaluations = self._evaluating(evaluation)
+        self._stream = CollectorDataset(
+            self, batches_per_epoch=batches_per_epoch, updates=updates, agree=self._seat.most
+        )
+        described = {
+            **plan.describe(),
+            "num_envs": num_envs,
+            "updates": asdict(updates),
+            "replay": None if self._replaying is None else self._replaying.description,
+            "evaluation": None if evaluation is None else asdict(evaluation),
+            "batches_per_epoch": batches_per_epoch,
+            "seed": seed,
+        }
+        self.save_hyperparameters(described, logger=False)
 
     # --- what others read ---------------------------------------------------------------------------------------
 
@@ -188,40 +178,97 @@ class CollectorDataModule(L.LightningDataModule):
         return describe_space(self._probe.spaces()[1])
 
     @property
+    def frames_per_batch(self) -> int:
+        """Frames of one batch of one rank; may be changed until the first batch."""
+        return self._supply.plan.frames_per_batch
+
+    @frames_per_batch.setter
+    def frames_per_batch(self, frames: int) -> None:
+        self._supply.plan = replace(self._supply.plan, frames_per_batch=frames)
+
+    @property
+    def total_frames(self) -> int:
+        """The budget over all ranks, -1 for none."""
+        return self._supply.plan.total_frames
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds spent so far, by what they were spent on.
+
+        In envs and in the policy (of the busiest worker), on handing batches over, in rollouts (mean of the workers),
+        on waiting for batches, on publishing weights.
+        """
+        return self._supply.seconds
+
+    @property
     def frames_total(self) -> int:
         """Frames handed out so far, over all ranks."""
-        return self._budget.yielded
+        return self._supply.budget.yielded
 
     @property
     def copies_total(self) -> int | None:
         """Env copies over all ranks; None while nothing has been collected."""
-        return None if self._collector is None else self._collector.num_envs * self._world_size
+        collector = self._supply.collector
+        return None if collector is None else collector.num_envs * self._seat.world_size
 
     @property
     def frames_budget(self) -> int:
         """Frames of this rank in all, -1 without a limit."""
-        return -1 if self.total_frames == -1 else self.total_frames // self._world_size
+        return self._supply.frames_budget
 
     @property
     def frames_left(self) -> int | None:
         """Frames until the budget is spent, as many as any rank has left; None without one."""
-        return self._budget.share(0, self._world_size)
+        return self._supply.frames_left
+
+    @property
+    def trajs_per_batch(self) -> int | None:
+        """Whole trajectories in one batch, None if batches have a fixed number of frames."""
+        return self._supply.trajs_per_batch
 
     @property
     def progress(self) -> float:
         """How much of the budget was collected, from 0 to 1 (0 if there is none); drives schedules by frames."""
-        return 0.0 if self.total_frames == -1 else self.frames_total / self.total_frames
+        collected = self._supply.budget.yielded + self._supply.budget.lost
+        return 0.0 if self.total_frames == -1 else collected / self.total_frames
 
     @property
     def policy_version(self) -> int:
         """Version of the weights that act."""
-        if self._collector is not None:
-            return self._collector.policy_version
-        return 0 if self._state is None else int(self._state["policy_version"])
+        return self._supply.policy_version
 
     def statistics(self) -> dict[str, Any]:
         """The collector's counters (see `Collector.statistics`), also after a fit; empty before the first batch."""
-        return dict(self._statistics) if self._collector is None else self._collector.statistics()
+        return self._supply.statistics()
+
+    @property
+    def learns_from_replay(self) -> bool:
+        """Whether samples of a replay buffer are trained on."""
+        return self._replaying is not None
+
+    @property
+    def min_frames(self) -> int:
+        """Rows of the replay buffer that must be there before the first sample."""
+        return 0 if self._replaying is None else self._replaying.min_frames
+
+    @property
+    def replay_buffer(self) -> Any:
+        """What is sampled from, built when it is first asked for; None without one."""
+        return None if self._replaying is None else self._replaying.target(self._place("train")).buffer
+
+    def take_replay_use(self) -> ReplayUse | None:
+        """What was done with the replay buffer since the last call, None if there is none."""
+        return None if self._replaying is None else self._replaying.take_use(self._stream.samples)
+
+    def update_priority(self, sample: TensorDictBase, priority: Tensor) -> None:
+        """Say how much is to be learned from the rows of a sample; does nothing where the buffer has no priorities.
+
+        Args:
+            sample: as it was sampled, [M] or [S, L], or with a part of its keys.
+            priority: as many numbers, at least 0.
+        """
+        if self._replaying is not None:
+            self._replaying.update_priority(sample, priority)
 
     def __str__(self) -> str:
         """The settings; Lightning's own text would iterate over the loaders, and so collect."""
@@ -246,7 +293,7 @@ class CollectorDataModule(L.LightningDataModule):
         """
         if trainer is not None:
             add_callbacks(trainer, self._stream)
-        self._trainer = trainer
+        self._trainer = self._seat.trainer = trainer
 
     @override
     def setup(self, stage: str) -> None:
@@ -294,17 +341,19 @@ class CollectorDataModule(L.LightningDataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Counters, ids, versions and seeds as plain data; talks to no worker and no other rank."""
-        # Not empty even before the first batch: Lightning hands back only what is there, also to the runs of a tuner.
-        collector = self._state if self._collector is None else self._collector.state_dict()
-        return {"collector": collector, "budget": self._budget.state_dict()}
+        state = self._supply.state_dict()
+        if self._replaying is not None:
+            # Lightning asks a loader for its state only while it is used
+            state.update(replay=self._replaying.state_dict(), due=self._stream.due)
+        return state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where another run was left (see `Collector.load_state_dict`)."""
-        self._state = state_dict["collector"]
-        self._budget.load_state_dict(state_dict["budget"])
-        if self._collector is not None:
-            self._go_on_from(self._collector, self._beginning if self._state is None else self._state)
+        self._supply.load_state_dict(state_dict)
+        if self._replaying is not None:
+            self._replaying.load_state_dict(state_dict.get("replay"))
+            self._stream.resume(state_dict.get("due", 0))
 
     @override
     def teardown(self, stage: str) -> None:
@@ -325,92 +374,32 @@ class CollectorDataModule(L.LightningDataModule):
         """The next whole batch, prepared for training: publish changed weights, collect, prepare.
 
         Raises:
-            BudgetSpentError: if no frames are left.
+            BudgetSpentError: if no frames are left, or they made no whole trajectory.
         """
-        if self.frames_left == 0:
-            raise BudgetSpentError(f"all {self.total_frames} frames of total_frames have been collected")
-        began = perf_counter()
-        collector = self._started()
-        self._publish(collector)
-        batch = self._budget.collect(
-            collector, rank=self._place("train").rank, ranks=self._world_size, gather=self._gather
-        )
-        statistics = collector.statistics()
-        self.seconds.update({name: statistics[name] for name in ("env_s", "policy_s", "transfer_s", "busy_s")})
-        self.seconds["collect_s"] += perf_counter() - began
-        for listener in self.rollout_listeners:
-            listener(batch)
-        return batch if self.trainer is None else prepared(batch, self.trainer)
+        return self._supply.collect()
 
     def publish_in_between(self) -> None:
-        """Publish changed weights now if workers go on while the learner learns (see `WeightSync`)."""
-        if self._collector is not None and not self._backend.sync:
-            self._publish(self._collector)
+        """Publish changed weights now if somebody collects while the learner learns (see `WeightSync`)."""
+        self._supply.publish_in_between()
 
     def close(self) -> None:
         """Close all envs; may be called again."""
-        collector, self._collector = self._collector, None
         with ExitStack() as closing:  # whatever one of them raises, all are closed
             if self._evaluations is not None:
                 closing.callback(self._evaluations.close)
-            closing.callback(self._probe.close)
-            if collector is not None:
-                closing.callback(collector.shutdown)
-                self._state, self._statistics = collector.state_dict(), collector.statistics()
+            closing.callback(self._supply.close)
 
-    def _started(self) -> Collector:
-        if self._collector is None:
-            if not self._backend.in_process:
-                self._probe.close()  # its env cannot travel to a worker
-            self._collector = Collector(
-                self._probe.handed_over(),
-                self._acting_policy(),
-                frames_per_batch=self.frames_per_batch,
-                total_frames=self.frames_budget,
-                num_envs=self._num_envs,
-                rollout=self._rollout,
-                devices=self._devices,
-                backend=self._backend,
-                seed=self._place("train"),
-            )
-            self._collector.workers.while_waiting = self._check_signals
-            if (sync := self._weight_sync) is not None and sync.max_staleness is not None:
-                self._collector.workers.max_staleness = sync.max_staleness
-            copies = self._collector.num_envs
-            check_frames(self.frames_per_batch, self.total_frames, copies, copies * self._world_size)
-            self._beginning = self._collector.state_dict()
-            if self._state is not None:
-                self._go_on_from(self._collector, self._state)
-        return self._collector
-
-    def _check_signals(self) -> None:
-        """Stop waiting for frames when the process was told to end: Lightning would look only after the batch."""
-        if self.trainer is not None and self.trainer.received_sigterm:
-            raise SIGTERMException
-
-    def _go_on_from(self, collector: Collector, state: dict[str, Any]) -> None:
-        collector.load_state_dict(self._budget.placed(state, self._world_size))
-        if (sync := self._weight_sync) is not None:
-            sync.mark_changed()  # nobody watched the weights between that state and now
-
-    def _publish(self, collector: Collector) -> None:
-        sync = self._weight_sync
-        if sync is not None and sync.take_change(1 if self._backend.sync else sync.every_n_steps):
-            began = perf_counter()
-            collector.update_policy_weights_()
-            self.seconds["weight_sync_s"] += perf_counter() - began
-
-    def _acting_policy(self) -> Any:
-        """The policy given, else the module's."""
-        module = None if self.trainer is None else self.trainer.lightning_module
-        return required_policy(module) if self._policy is None else self._policy
-
-    def _gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        return [list(numbers)] if self.trainer is None else gather_numbers(self.trainer, numbers)
-
-    def _most(self, count: int) -> int:
-        """The largest count of all ranks."""
-        return int(max(numbers[0] for numbers in self._gather([count])))
+    def _evaluating(self, evaluation: EvaluationConfig | None) -> Evaluations | None:
+        if evaluation is None or self._source.live:
+            hide_loaders(self, CollectorDataModule)
+            return None
+        return Evaluations(
+            self._source,
+            evaluation,
+            rollout=self._rollout,
+            policy=partial(self._seat.policy, self._policy),
+            listeners=self.round_listeners,
+        )
 
     def _rounds(self, stage: Stage) -> EVAL_DATALOADERS:
         return [] if self._evaluations is None else self._evaluations.loader(self._place(stage))
@@ -418,19 +407,10 @@ class CollectorDataModule(L.LightningDataModule):
     def _place(self, stage: Stage) -> Placement:
         if self._entropy is None:
             self._entropy = resolve_entropy(None)
-        rank = 0 if self.trainer is None else self.trainer.global_rank
         return Placement(
             entropy=self._entropy,
             stage=stage,
-            rank=rank,
-            world_size=self._world_size,
+            rank=self._seat.rank,
+            world_size=self._seat.world_size,
             default_envs=self._default_envs,
         )
-
-    @property
-    def _world_size(self) -> int:
-        return 1 if self.trainer is None else self.trainer.world_size
-
-    @property
-    def _weight_sync(self) -> WeightSync | None:
-        return None if self.trainer is None else find_callback(self.trainer, WeightSync)

@@ -3,18 +3,21 @@
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import torch
 from tensordict import TensorDictBase
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lit_collect.collector import Collector
 from lit_collect.config import UpdateConfig, at_least, settings
 from lit_collect.errors import BudgetSpentError, LitCollectError
-from lit_collect.frames import flatten_rows
+from lit_collect.feeding import Feed, Minibatches, Samples
 
 
 class BatchSource(Protocol):
-    """Where whole batches come from; a `Collector` is one."""
+    """Where whole batches come from; a `Collector` is one.
+
+    It may say more: `trajs_per_batch`, whole trajectories in a batch; `replay_buffer`, to which it writes each batch,
+    with `min_frames`, rows that must be there before the first sample.
+    """
 
     frames_per_batch: int
 
@@ -36,6 +39,9 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
     `iter` does nothing until the first batch is asked for, and goes on where the stream was left. A batch is
     collected after the last minibatch of the one before it was taken, so that data are on-policy. An epoch that is cut
     short within a batch (`limit_train_batches`), or resumed there, leaves the rest of that batch out.
+
+    If the source writes to a replay buffer that can be sampled, it gives `UpdateConfig.updates_per_batch` samples for
+    each collected batch instead, once there are rows enough.
 
     Args:
         source: a `Collector`, or what else hands out whole batches.
@@ -71,22 +77,28 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
             raise TypeError(f"source must be a Collector, or what else has its collect, got {source!r}")
         self._source = source
         self._batches_per_epoch = batches_per_epoch
-        self._updates = updates
-        self._agree = agree
+        self._whole: int | None = getattr(source, "trajs_per_batch", None)
+        self._feed = self._feed_for(updates, agree)
         self.batch_dims = 1  # of what is handed out
         self._delivered = 0  # minibatches of the running epoch, the one in the user's hands included
         self._resumed_at = 0  # minibatches of the coming epoch that an earlier run delivered
-        self._pending = 0  # minibatches of the running batch that are still to come
 
     def __len__(self) -> int:
-        """Minibatches of a whole epoch; constant, also in the middle of one and after a resume."""
-        frames = self._source.frames_per_batch
+        """Minibatches, or samples, of a whole epoch; constant, also in the middle of one and after a resume.
+
+        With whole trajectories it is the largest number that the budget could give.
+        """
+        frames, feed = self._source.frames_per_batch, self._feed
+        budget, whole = self._source.frames_budget, self._whole
         if self._batches_per_epoch is not None:
-            return self._batches_per_epoch * self._pieces(frames)
-        if self._source.frames_budget == -1:
-            return 1000 * self._pieces(frames)
-        whole, rest = divmod(self._source.frames_budget, frames)
-        return whole * self._pieces(frames) + (self._pieces(rest) if rest else 0)
+            return self._batches_per_epoch * feed.count(frames)
+        if budget == -1:
+            return 1000 * feed.count(frames)
+        if whole is not None:
+            return -(-budget // whole) * feed.count(frames)
+        batches, rest = divmod(budget, frames)
+        batches -= feed.warm_up(frames)
+        return batches * feed.count(frames) + (feed.count(rest) if rest else 0)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Go on with the stream for one epoch.
@@ -104,67 +116,76 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
     @property
     def exhausted(self) -> bool:
         """Whether the budget is spent and every minibatch was handed out."""
-        return self._pending == 0 and self.spent
+        return self._feed.due == 0 and self.spent
 
     @property
     def spent(self) -> bool:
         """Whether the budget is spent: there cannot be another epoch."""
         return self._source.frames_left == 0
 
+    @property
+    def due(self) -> int:
+        """Minibatches, or samples, of the last batch that are still to come."""
+        return self._feed.due
+
+    @property
+    def samples(self) -> int:
+        """Samples of a replay buffer that were handed out."""
+        return self._feed.samples
+
+    def resume(self, due: int) -> None:
+        """Go on with so many samples of the last batch still to come."""
+        self._feed.resume(due)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the running epoch stands."""
-        return {"delivered": self._delivered % len(self)}
+        return {"delivered": self._delivered % len(self), "due": self._feed.due}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue an epoch: the minibatches that were left of it are made of batches that are collected anew."""
         self._resumed_at = state["delivered"]
+        self._feed.resume(state.get("due", 0))
 
     def _epoch(self) -> Iterator[TensorDictBase]:
-        length = len(self)
+        length, feed = len(self), self._feed
         self._delivered, self._resumed_at = self._resumed_at, 0
+        begins_at = self._delivered
+        for piece in feed.left_over():
+            yield self._counted(piece)
         if self._source.frames_left == 0:
+            if self._delivered > begins_at:  # what was left over was all
+                return
             raise BudgetSpentError(
                 "an epoch was asked for although all of total_frames have been collected; raise the budget to go on "
                 "with a run that had ended, and let a run end with its frames (no min_epochs, no min_steps)"
             )
-        begun = self._delivered % self._pieces(self._source.frames_per_batch)  # not 0 only after a resume
-        while True:
-            batch = self._source.collect()
-            # what the length promised: masked rows count, nobody knows them beforehand
-            cuts = self._cuts(batch.numel())
-            if self._updates.minibatch_size is not None:
-                cuts = self._agree(cuts)
-            pieces = self._updates.epochs * cuts
-            begun = min(begun, pieces - 1)  # a shorter batch has fewer, and one of them must be used
-            self._pending = pieces - begun
-            for piece in self._cut(batch, cuts, begun):
-                self._delivered += 1
-                self._pending -= 1
-                self.batch_dims = piece.batch_dims
-                yield piece
-            begun = 0
-            if self._delivered >= length or self._source.frames_left == 0:
+        begun = self._delivered % feed.count(self._source.frames_per_batch)  # not 0 only after a resume
+        while self._delivered < length and self._source.frames_left != 0:
+            try:
+                batch = self._source.collect()
+            except BudgetSpentError:  # what was left made no whole trajectory
                 return
+            for piece in feed.of(batch, begun):
+                yield self._counted(piece)
+            begun = 0
+        if self._source.frames_left == 0:
+            feed.finish()
 
-    def _pieces(self, frames: int) -> int:
-        """Minibatches that a batch of so many frames is cut into, over all passes."""
-        return self._updates.epochs * self._cuts(frames)
+    def _feed_for(self, updates: UpdateConfig, agree: Callable[[int], int]) -> Feed:
+        source: Any = self._source
+        if getattr(source, "learns_from_replay", False):
+            return Samples(lambda: source.replay_buffer, updates, agree=agree, min_frames=source.min_frames)
+        if updates.updates_per_batch != 1:
+            raise ValueError(
+                f"updates.updates_per_batch counts samples of a replay buffer : expected 1 without one, got "
+                f"{updates.updates_per_batch}; use updates.epochs, or give a replay buffer"
+            )
+        return Minibatches(updates, agree, frames=None if self._whole is None else source.frames_per_batch)
 
-    def _cuts(self, frames: int) -> int:
-        size = self._updates.minibatch_size
-        return 1 if size is None else -(-frames // size)
-
-    def _cut(self, batch: TensorDictBase, cuts: int, begun: int) -> Iterator[TensorDictBase]:
-        """The minibatches of one batch, `cuts` of them in each pass, from the one numbered `begun` on."""
-        updates = self._updates
-        rows = None if updates.minibatch_size is None else flatten_rows(batch)
-        for number in range(begun // cuts, updates.epochs):
-            skip = begun % cuts if number == begun // cuts else 0
-            if rows is None or (cuts == 1 and len(rows) == batch.numel()):
-                yield (batch if rows is None else rows).copy()  # one minibatch holds all rows: order changes nothing
-                continue
-            for indices in _index_minibatches(len(rows), cuts, updates)[skip:]:
-                yield rows[indices.to(rows.device) if rows.device is not None else indices]
+    def _counted(self, piece: TensorDictBase) -> TensorDictBase:
+        self._delivered += 1
+        self.batch_dims = piece.batch_dims
+        return piece
 
 
 class CollectorLoader:
@@ -211,14 +232,3 @@ def make_dataloader(dataset: CollectorDataset) -> DataLoader[TensorDictBase]:
 def _identity(batch: TensorDictBase) -> TensorDictBase:
     """TensorDicts pass unchanged; torch's default conversion fails on them."""
     return batch
-
-
-def _index_minibatches(rows: int, cuts: int, updates: UpdateConfig) -> tuple[torch.Tensor, ...]:
-    """Indices of one pass, in exactly `cuts` minibatches; fewer rows than promised are spread evenly."""
-    order = torch.randperm(rows) if updates.shuffle else torch.arange(rows)
-    assert updates.minibatch_size is not None
-    if -(-rows // updates.minibatch_size) == cuts:
-        return order.split(updates.minibatch_size)
-    if rows < cuts:  # not even one row each: some are used twice rather than none at all
-        order = order.repeat(-(-cuts // max(rows, 1)))[: max(cuts, rows)]
-    return order.tensor_split(cuts)

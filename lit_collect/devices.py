@@ -39,17 +39,19 @@ def usable(name: str | None, setting: str) -> torch.device | None:
     return device
 
 
-def acting_copy(policy: Any, device: torch.device | None) -> Any:
+def acting_copy(policy: Any, device: torch.device | None, *, always: bool = False) -> Any:
     """The policy, or a copy of it on another device.
 
     Args:
         policy: whatever may act; what is no module (nor a method of one) stays where it is.
         device: where it is to act; None where it is.
+        always: whether a copy acts on the same device, too.
     """
-    module = None if device is None else module_of(policy)
-    if module is None or device is None:
+    module = module_of(policy)
+    if module is None or (device is None and not always):
         return policy
-    if all(_same(tensor.device, device) for tensor in (*module.parameters(), *module.buffers())):
+    tensors = (*module.parameters(), *module.buffers())
+    if not always and device is not None and all(_same(tensor.device, device) for tensor in tensors):
         return policy
     acting = copy.deepcopy(policy)
     copied = module_of(acting)

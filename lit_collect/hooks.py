@@ -6,7 +6,6 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from lit_collect.config import ReplayConfig, refuse_later
 from lit_collect.frames import flatten_rows
 from lit_collect.successors import restore_successors
 
@@ -56,18 +55,12 @@ class Output:
 
     Args:
         hooks: of the user.
-        sink: anything with ``extend``, which is given the transitions of each batch; None for none.
-
-    Raises:
-        TypeError: if the sink cannot be written to.
-        ValueError: if it is a `ReplayConfig`, which is still to come.
+        sink: anything with ``extend``, which is given the transitions of each batch [M], or with ``takes_batches``
+            the batch as it is; None for none. If it has ``wait_for_room(timeout_s) -> bool``, frames are collected in
+            the background only while it says so; ``collection_ended()`` is called when no more will be.
     """
 
     def __init__(self, hooks: Hooks, sink: Any) -> None:
-        if isinstance(sink, ReplayConfig):
-            refuse_later(replay_buffer=sink)
-        if sink is not None and not hasattr(sink, "extend"):
-            raise TypeError(f"replay_buffer cannot be written to : expected an object with extend, got {sink!r}")
         self.sink = sink
         self._hooks = hooks
 
@@ -75,6 +68,17 @@ class Output:
         """Before a batch."""
         if self._hooks.pre_collect is not None:
             self._hooks.pre_collect()
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Whether the sink can take another batch, or could within a number of seconds."""
+        wait: Callable[[float], bool] | None = getattr(self.sink, "wait_for_room", None)
+        return wait is None or wait(timeout_s)
+
+    def ended(self) -> None:
+        """Nothing is collected in the background any more."""
+        tell: Callable[[], None] | None = getattr(self.sink, "collection_ended", None)
+        if tell is not None:
+            tell()
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
         """After a batch; returns what is handed out.
@@ -88,7 +92,9 @@ class Output:
                 raise TypeError("hooks.postproc returned None : expected the batch that is to be handed out; return it")
             batch = made
         if self.sink is not None:
-            self.sink.extend(flatten_rows(restore_successors(batch)))  # rows apart cannot be restored any more
+            whole = getattr(self.sink, "takes_batches", False)
+            # rows apart cannot be restored any more
+            self.sink.extend(batch if whole else flatten_rows(restore_successors(batch)))
         if self._hooks.post_collect is not None:
             self._hooks.post_collect(batch)
         return batch

@@ -1,18 +1,19 @@
 """What the data module asks of the trainer and its LightningModule, and does to batches before they get there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lit_collect.callbacks._source import find_callback
+from lit_collect.callbacks._source import find_callback, gather_numbers
 from lit_collect.callbacks.budget import FrameBudget
 from lit_collect.callbacks.weight_sync import WeightSync
 from lit_collect.config import RolloutConfig
@@ -23,6 +24,51 @@ from lit_collect.weights import module_of
 from lit_collect.worker import WorkerSpec, build_runner
 
 _BEFORE_ALL = (1 << 32) - 1  # instead of the number of a restart: random numbers that no episode is given
+
+
+class Seat:
+    """Who learns: the trainer, once there is one, and the rank it stands for."""
+
+    trainer: L.Trainer | None = None
+    """What is attached to at present."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train together."""
+        return 1 if self.trainer is None else self.trainer.world_size
+
+    @property
+    def rank(self) -> int:
+        """Of this process among them."""
+        return 0 if self.trainer is None else self.trainer.global_rank
+
+    @property
+    def weight_sync(self) -> WeightSync | None:
+        """Who knows whether weights have changed."""
+        return None if self.trainer is None else find_callback(self.trainer, WeightSync)
+
+    @property
+    def prepares(self) -> bool:
+        """Whether the module wants to see each whole batch."""
+        return self.trainer is not None and hasattr(self.trainer.lightning_module, "prepare_rollout")
+
+    def policy(self, given: Any) -> Any:
+        """Who acts: the policy given, else the module's."""
+        module = None if self.trainer is None else self.trainer.lightning_module
+        return required_policy(module) if given is None else given
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The same numbers of every rank; all of them must ask."""
+        return [list(numbers)] if self.trainer is None else gather_numbers(self.trainer, numbers)
+
+    def most(self, count: int) -> int:
+        """The largest count of all ranks."""
+        return int(max(numbers[0] for numbers in self.gather([count])))
+
+    def check_signals(self) -> None:
+        """Stop waiting for frames when the process was told to end: Lightning would look only after the batch."""
+        if self.trainer is not None and self.trainer.received_sigterm:
+            raise SIGTERMException
 
 
 def add_callbacks(trainer: L.Trainer, stream: CollectorDataset) -> None:
@@ -115,16 +161,18 @@ def initialise_lazy(
         runner.close()
 
 
-def prepared(batch: TensorDictBase, trainer: L.Trainer) -> TensorDictBase:
+def prepared(batch: TensorDictBase, trainer: L.Trainer | None) -> TensorDictBase:
     """A whole batch on the trainer's device, after the module's ``prepare_rollout`` if it has one.
 
     Args:
         batch: [N, T].
-        trainer: whose module this is for.
+        trainer: whose module this is for; None leaves it as it is.
 
     Raises:
         TypeError: if ``prepare_rollout`` returns no TensorDict.
     """
+    if trainer is None:
+        return batch
     device = trainer.strategy.root_device
     batch = batch if batch.device == device else batch.to(device)
     prepare = getattr(trainer.lightning_module, "prepare_rollout", None)

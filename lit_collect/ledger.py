@@ -29,7 +29,7 @@ class Ledger:
         Args:
             gatherer: who has batches that were not handed out.
         """
-        stepped, pending = self._frames_stepped, gatherer.frames_pending
+        stepped, pending = self._frames_stepped, gatherer.frames_pending + self._budget.held
         return {
             "frames_stepped": stepped,
             "frames_yielded": self._budget.yielded,
@@ -47,6 +47,7 @@ class Ledger:
         return {
             "frames_stepped": self._frames_stepped,
             "frames_yielded": self._budget.yielded,
+            "frames_lost": self._budget.lost,
             "batches": self._budget.batches,
             "policy_version": self._group.publisher.version,
             "trajectories": self._group.trajectories,
@@ -64,7 +65,8 @@ class Ledger:
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"the state must be a mapping that Collector.state_dict gave, got {state!r}")
-        if missing := sorted(self.state().keys() - state.keys()):
+        missing = sorted(self.state().keys() - state.keys() - {"frames_lost"})  # which older versions did not count
+        if missing:
             raise ValueError(f"the state lacks {missing} : expected what Collector.state_dict gives, got {list(state)}")
         copies, own = len(state["trajectories"]), self._group.num_envs
         if copies != own:
@@ -79,6 +81,7 @@ class Ledger:
         stepped = max(state["frames_stepped"], self._frames_stepped)
         self._budget.before_resume = stepped - self._group.frames_stepped
         self._budget.yielded, self._budget.batches = state["frames_yielded"], state["batches"]
+        self._budget.held, self._budget.lost = 0, state.get("frames_lost", 0)
         self._restart = state["restart"] + 1
         self.reseed(state["entropy"])
         self._group.resume(state["trajectories"], state["warm_up_steps"], state["policy_version"])

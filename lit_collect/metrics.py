@@ -275,6 +275,37 @@ def staleness(batch: TensorDictBase, version: int) -> Staleness:
     return Staleness(int(ages.sum()), versions.size, int(ages.max()))
 
 
+class ReplayUse(NamedTuple):
+    """What was done with a replay buffer in an interval, as numbers that can be summed over ranks.
+
+    Example:
+        >>> ReplayUse(size=100, age_total=96.0, rows=32, updates=1).values(frames=4)
+        {'size': 100, 'age_mean': 3.0, 'updates_per_frame': 0.25}
+    """
+
+    size: float = 0
+    """Rows in it."""
+    age_total: float = 0
+    """Summed over the rows that were sampled: how many rows were written after each."""
+    rows: float = 0
+    """Rows that were sampled."""
+    updates: float = 0
+    """Samples."""
+
+    def values(self, frames: float) -> dict[str, float]:
+        """Size in rows, mean age in frames, and samples for each frame; the latter two only where there are any.
+
+        Args:
+            frames: that were collected in the interval.
+        """
+        values = {"size": self.size}
+        if self.rows:
+            values["age_mean"] = self.age_total / self.rows
+        if frames:
+            values["updates_per_frame"] = self.updates / frames
+        return values
+
+
 class Throughput:
     """Frames per second between two looks.
 

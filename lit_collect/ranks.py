@@ -6,13 +6,14 @@ how many transitions they have; from then on all of them know what is left, and 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDictBase
 
 from lit_collect.collector import Collector
-from lit_collect.errors import FrameContractError
+from lit_collect.errors import BudgetSpentError, FrameContractError
 from lit_collect.frames import count_frames, limit_frames
 
 Gather = Callable[[Sequence[float]], list[list[float]]]
@@ -35,16 +36,22 @@ class SharedBudget:
     """Frames in all, -1 without a limit."""
     yielded: int = 0
     """Frames that were handed out."""
+    lost: int = 0
+    """Frames that were collected and will never be handed out: their trajectories were not whole, or too old."""
     next_id: int = 0
     """Higher than the ids of all trajectories that were begun on any rank."""
     ranks: int = 1
     """How many shared it when it was last collected from."""
+    spent: bool = False
+    """Whether a rank has no batch any more, whatever the counts say."""
 
     @property
     def left(self) -> int | None:
         """Frames until it is spent, None without a limit."""
+        if self.spent:
+            return 0
         # a state that was loaded may be of a larger budget
-        return None if self.total == -1 else max(self.total - self.yielded, 0)
+        return None if self.total == -1 else max(self.total - self.yielded - self.lost, 0)
 
     def share(self, rank: int, ranks: int) -> int | None:
         """How many of the frames that are left belong to a rank, None without a limit."""
@@ -88,13 +95,49 @@ class SharedBudget:
             collector.reset()
         return batch
 
+    def collect_whole(self, collector: Collector, *, ranks: int, gather: Gather) -> TensorDictBase:
+        """Collect one batch of whole trajectories of this rank; each rank steps its own part of the budget.
+
+        All stop together once one of them has no batch any more; those of the others are dropped.
+
+        Args:
+            collector: of this rank.
+            ranks: how many there are.
+            gather: exchanges numbers with the others.
+
+        Raises:
+            BudgetSpentError: if a rank has no batch any more.
+            Exception: see `Collector.collect`.
+        """
+        batch: TensorDictBase | None = None
+        with suppress(BudgetSpentError):
+            batch = collector.collect()
+        mine = 0 if batch is None else count_frames(batch)
+        budget = collector.budget
+        table = gather([mine, max(collector.workers.trajectories), budget.lost, float(budget.to_come == 0)])
+        counts, firsts, lost, ends = ([int(number) for number in column] for column in zip(*table, strict=True))
+        self.lost, self.next_id, self.ranks = sum(lost), collector.num_envs * ranks * max(firsts), ranks
+        self.spent = any(ends) or 0 in counts
+        if batch is None or 0 in counts:
+            budget.take_back(mine)
+            raise BudgetSpentError("what is left of total_frames makes no whole trajectories on every rank")
+        self.yielded += sum(counts)
+        return batch
+
+    def count(self, collector: Collector, batch: TensorDictBase) -> None:
+        """Count a batch that the collector of a single rank has made in the background."""
+        self.yielded += count_frames(batch)
+        self.lost = collector.budget.lost
+        self.next_id, self.ranks = collector.num_envs * max(collector.workers.trajectories), 1
+
     def state_dict(self) -> dict[str, int]:
         """What is common to all ranks, as plain numbers. Talks to nobody."""
-        return {"frames_total": self.yielded, "next_id": self.next_id, "ranks": self.ranks}
+        return {"frames_total": self.yielded, "frames_lost": self.lost, "next_id": self.next_id, "ranks": self.ranks}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on counting."""
         self.yielded, self.next_id, self.ranks = state["frames_total"], state["next_id"], state["ranks"]
+        self.lost, self.spent = state.get("frames_lost", 0), False
 
     def placed(self, state: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         """The state of the first rank's collector, as another one may go on from it.

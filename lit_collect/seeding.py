@@ -18,6 +18,7 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 Stage = Literal["train", "validate", "test", "predict"]
 _STAGES: dict[Stage, int] = {"train": 0, "validate": 1, "test": 2, "predict": 3}
 _ACTING = 1  # fourth part of the spawn key: separates acting streams from the env streams of three parts
+_REPLAY = 2  # likewise: which rows of a replay buffer are sampled
 
 
 def resolve_entropy(seed: int | None) -> int:
@@ -82,6 +83,11 @@ class Placement:
     """How many collect."""
     default_envs: int | None = None
     """Env copies where neither the user nor the env says a number (None: one, and batches without that dimension)."""
+
+    @property
+    def replay_seed(self) -> int:
+        """Seed (32 bits) of what is sampled from a replay buffer of this rank."""
+        return _spawn(self.entropy, _STAGES[self.stage], self.rank, 0, _REPLAY)
 
     def streams(self, indices: range, restart: int = 0) -> "tuple[list[int], RandomStream]":
         """The random numbers of env copies: seeds for their first resets, and the stream of whoever acts for them.

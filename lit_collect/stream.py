@@ -8,11 +8,13 @@ from tensordict import TensorDict, TensorDictBase
 
 from lit_collect.background import Pump, Turn
 from lit_collect.budget import Budget
+from lit_collect.config import TrajectoryConfig
 from lit_collect.devices import moved
 from lit_collect.errors import CollectorClosedError
 from lit_collect.frames import count_frames
 from lit_collect.gathering import Gatherer, Together, make_gatherer
 from lit_collect.hooks import Output
+from lit_collect.packing import FixedFrames, Packing, WholeTrajectories
 from lit_collect.supervisor import WorkerGroup
 
 
@@ -25,6 +27,7 @@ class Stream:
         budget: counts them.
         frames_per_batch: of a whole batch.
         unbatched: whether the one env copy has no dimension of its own.
+        trajectories: whether and how batches are made of trajectories.
         storage: device of what is handed out; None: where it is.
         refresh: called before each batch: takes weights from where they come from.
     """
@@ -37,6 +40,7 @@ class Stream:
         budget: Budget,
         frames_per_batch: int,
         unbatched: bool,
+        trajectories: TrajectoryConfig | None,
         storage: torch.device | None,
         refresh: Callable[[], None],
     ) -> None:
@@ -47,6 +51,13 @@ class Stream:
         self._frames_per_batch, self._refresh = frames_per_batch, refresh
         self.gatherer: Gatherer = make_gatherer(group, sync=group.backend.sync)
         """Who makes batches at present."""
+        self.packing: Packing
+        """What a batch is made of."""
+        if trajectories is None or trajectories.trajs_per_batch is None:
+            split = trajectories is not None and trajectories.split_trajs
+            self.packing = FixedFrames(self._fixed, budget, split=split)
+        else:
+            self.packing = WholeTrajectories(self._fixed, budget, settings=trajectories, group=group)
         self._pump: Pump | None = None
         self._closed = False
 
@@ -85,9 +96,13 @@ class Stream:
         assert batch is not None
         return batch
 
+    def unbatched(self, batch: TensorDict) -> TensorDict:
+        """A batch [N, T], or [T] of it if the one env copy has no dimension of its own."""
+        return batch[0] if self._unbatched else batch
+
     def as_handed_out(self, batch: TensorDict) -> TensorDict:
         """A batch [N, T] in the shape and on the device that the user has asked for."""
-        return moved(batch[0] if self._unbatched else batch, self._storage)
+        return moved(self.unbatched(batch), self._storage)
 
     def start(self) -> None:
         """Make batches in the background from here on.
@@ -102,8 +117,15 @@ class Stream:
         self._budget.check()
         self._group.publisher.begin()  # with the weights as they are now: they may be trained from here on
         self.gatherer = make_gatherer(self._group, sync=False, earlier=self.gatherer)
-        sink, backend = self._output.finish, self._group.backend
-        self._pump = Pump(self._begin, self._next, sink=sink, turn=self.turn, backend=backend)
+        self._pump = Pump(
+            self._begin,
+            self._next,
+            room=self._output.wait_for_room,
+            sink=self._output.finish,
+            ended=self._output.ended,
+            turn=self.turn,
+            backend=self._group.backend,
+        )
 
     def paused(self) -> AbstractContextManager[None]:
         """Make nothing in the background inside of a ``with`` block.
@@ -165,18 +187,21 @@ class Stream:
             self.gatherer = make_gatherer(self._group, sync=self._group.backend.sync, earlier=self.gatherer)
 
     def _begin(self) -> bool:
-        if self._budget.left != 0:
+        if self._budget.to_come != 0:
             self._output.begin()
-        return self._budget.left != 0
+        return self._budget.to_come != 0
 
     def _next(self, timeout_s: float | None) -> TensorDictBase | None:
         """One batch, None if there was none in time."""
+        batch = self.packing.next(timeout_s)
+        return None if batch is None else moved(batch, self._storage)
+
+    def _fixed(self, timeout_s: float | None) -> TensorDictBase | None:
+        """A batch of a fixed number of frames."""
         self._refresh()
         while True:  # a short batch can be spent on resetting alone, and nobody can learn from it
             batch = self.gatherer.collect(self._frames_per_batch, self._budget.left, timeout_s)
             if batch is None:
                 return None
-            counted = count_frames(batch)
-            if counted:
-                self._budget.count(counted)
-                return self.as_handed_out(batch)
+            if count_frames(batch):
+                return self.unbatched(batch)

@@ -72,11 +72,12 @@ class WorkerGroup:
         """Batches, and failures to make one, that arrived while something else was waited for."""
         learned = spec.policy
         if backend.in_process:
-            spec = replace(spec, policy=acting_copy(learned, usable(spec.devices.policy, "devices.policy")))
-        self._shared = backend.in_process and spec.policy is learned  # what the learner changes acts at once
+            device = usable(spec.devices.policy, "devices.policy")
+            spec = replace(spec, policy=acting_copy(learned, device, always=backend.copies_policy))
+        self.shared = backend.in_process and spec.policy is learned  # what the learner changes acts at once
         self.publisher = Publisher(
-            Pipe() if backend.in_process and not self._shared else backend.scheme(),
-            None if self._shared else learned,
+            Pipe() if backend.in_process and not self.shared else backend.scheme(),
+            None if self.shared else learned,
             num_workers=backend.num_collectors,
             describe=self._describe,
         )
@@ -273,7 +274,7 @@ class WorkerGroup:
 
     def publish(self, models: Mapping[str, Weights], workers: Sequence[int] | None) -> None:
         """Publish weights under the next version (see `Publisher.advance`)."""
-        if self._shared:
+        if self.shared:
             if models:
                 self.ask(self.members[0], Load({name: named_tensors(weights) for name, weights in models.items()}))
             models = {}

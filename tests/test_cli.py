@@ -357,10 +357,10 @@ def test_error_of_a_class_that_is_not_ours_keeps_its_traceback(config):
         main(["fit", f"--config={config}", "--model=tests.test_cli.Unwilling"])
 
 
-def test_unknown_subcommand_is_told_all_six(capsys):
+def test_unknown_subcommand_is_told_all_seven(capsys):
     with pytest.raises(SystemExit):
         main(["doctr"])
-    assert "{fit,validate,test,predict,doctor,tune}" in capsys.readouterr().err
+    assert "{fit,validate,test,predict,doctor,tune,collect}" in capsys.readouterr().err
 
 
 # --- the two commands of its own --------------------------------------------------------------------------------------

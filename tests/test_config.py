@@ -8,13 +8,13 @@ import pytest
 from lit_collect.config import (
     DeviceConfig,
     EvaluationConfig,
-    ReplayConfig,
     RolloutConfig,
     TrajectoryConfig,
     UpdateConfig,
     check_frames,
     nearest_multiples,
 )
+from lit_collect.replay.config import ReplayConfig
 
 ALL = [
     RolloutConfig(),
@@ -64,6 +64,25 @@ def test_defaults_are_those_of_the_contract():
         "verify_envs": False,
     }
     assert vars(UpdateConfig()) == {"epochs": 1, "minibatch_size": None, "shuffle": True, "updates_per_batch": 1}
+    assert vars(TrajectoryConfig()) == {
+        "trajs_per_batch": None,
+        "traj_format": "cat",
+        "split_trajs": False,
+        "drop_stale": False,
+    }
+    assert vars(ReplayConfig(capacity=10)) == {
+        "capacity": 10,
+        "batch_size": 256,
+        "slice_len": None,
+        "sampler": "uniform",
+        "write_mode": "rollout",
+        "trajs_per_write": None,
+        "min_frames": 0,
+        "storage": "memory",
+        "path": None,
+        "transforms": (),
+        "background": False,
+    }
     assert vars(DeviceConfig()) == {"policy": None, "env": None, "storage": None}
     assert vars(EvaluationConfig()) == {
         "num_episodes": 10,
@@ -84,6 +103,64 @@ def test_defaults_are_those_of_the_contract():
         (lambda: RolloutConfig(init_random_frames=-1), "rollout.init_random_frames must be at least 0, got -1"),
         (lambda: RolloutConfig(exploration="greedy"), f"rollout.exploration must be one of {CHOICES}, got 'greedy'"),
         (lambda: UpdateConfig(epochs=0), "updates.epochs must be at least 1, got 0"),
+        (lambda: TrajectoryConfig(trajs_per_batch=0), "trajectories.trajs_per_batch must be at least 1 or None, got 0"),
+        (
+            lambda: TrajectoryConfig(trajs_per_batch=2, traj_format="flat"),
+            "trajectories.traj_format must be one of cat, padded, got 'flat'",
+        ),
+        (
+            lambda: TrajectoryConfig(traj_format="padded"),
+            "trajectories.traj_format is about whole trajectories : expected trajs_per_batch with it, got None",
+        ),
+        (
+            lambda: TrajectoryConfig(drop_stale=True),
+            "trajectories.drop_stale is about whole trajectories : expected trajs_per_batch with it, got None",
+        ),
+        (
+            lambda: TrajectoryConfig(trajs_per_batch=2, split_trajs=True),
+            (
+                "trajectories.split_trajs splits batches of a fixed number of frames : expected "
+                "False with trajs_per_batch, got True; use traj_format='padded'"
+            ),
+        ),
+        (lambda: ReplayConfig(capacity=0), "replay.capacity must be at least 1, got 0"),
+        (lambda: ReplayConfig(capacity=9, batch_size=0), "replay.batch_size must be at least 1, got 0"),
+        (lambda: ReplayConfig(capacity=9, slice_len=0), "replay.slice_len must be at least 1 or None, got 0"),
+        (
+            lambda: ReplayConfig(capacity=9, batch_size=10, slice_len=4),
+            "replay.batch_size must be a multiple of slice_len=4, got 10; use 8 or 12",
+        ),
+        (
+            lambda: ReplayConfig(capacity=9, batch_size=3, slice_len=4),
+            "replay.batch_size must be a multiple of slice_len=4, got 3; use 4",
+        ),
+        (
+            lambda: ReplayConfig(capacity=9, min_frames=10),
+            "replay.min_frames must be at most capacity=9, got 10; there would never be a sample",
+        ),
+        (lambda: ReplayConfig(capacity=9, min_frames=-1), "replay.min_frames must be at least 0, got -1"),
+        (
+            lambda: ReplayConfig(capacity=9, write_mode="step"),
+            "replay.write_mode must be one of rollout, trajectory, got 'step'",
+        ),
+        (
+            lambda: ReplayConfig(capacity=9, trajs_per_write=2),
+            "replay.trajs_per_write needs write_mode='trajectory', got 2 with 'rollout'",
+        ),
+        (
+            lambda: ReplayConfig(capacity=9, storage="mapped"),
+            (
+                "replay.path is the folder of storage='mapped' : expected both or neither, got "
+                "storage='mapped' and path=None"
+            ),
+        ),
+        (
+            lambda: ReplayConfig(capacity=9, path="x"),
+            (
+                "replay.path is the folder of storage='mapped' : expected both or neither, got "
+                "storage='memory' and path='x'"
+            ),
+        ),
         (lambda: UpdateConfig(updates_per_batch=0), "updates.updates_per_batch must be at least 1, got 0"),
         (lambda: UpdateConfig(minibatch_size=0), "updates.minibatch_size must be at least 1 or None, got 0"),
         (

@@ -113,6 +113,8 @@ class Backend(ABC):
     """Whether all workers make one batch together, or each makes batches of its own, first come first served."""
     in_process: bool = False
     """Whether the policy object itself acts, in this process."""
+    copies_policy: bool = False
+    """Whether in this process a copy of the policy acts, which takes the weights that are published."""
     batch_timeout_s: float = 300.0
     """How long to wait for a worker: for what it builds, for a batch, for any other answer."""
     shutdown_timeout_s: float = 10.0

@@ -12,12 +12,19 @@ from lit_collect.worker import Worker, WorkerSpec
 class DirectBackend(Backend):
     """Steps the envs in the calling process, with the policy object itself: its weights are always the current ones.
 
+    Args:
+        copy_policy: act with a copy of the policy, which takes the weights that are published, between batches: for
+            collecting in the background while the policy itself learns.
+
     Example:
         >>> DirectBackend()
         DirectBackend()
     """
 
     in_process = True
+
+    def __init__(self, copy_policy: bool = False) -> None:
+        self.copies_policy = copy_policy
 
     def launcher(self) -> Launcher:
         """See `Backend.launcher`."""
@@ -29,7 +36,7 @@ class DirectBackend(Backend):
 
     def __repr__(self) -> str:
         """As it was written."""
-        return "DirectBackend()"
+        return "DirectBackend(copy_policy=True)" if self.copies_policy else "DirectBackend()"
 
 
 class _DirectLauncher(Launcher):

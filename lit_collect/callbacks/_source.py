@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from tensordict import TensorDictBase
 
+from lit_collect.metrics import ReplayUse
+
 C = TypeVar("C", bound=Callback)
 
 
@@ -46,6 +48,9 @@ class Collection(Protocol):
 
     def statistics(self) -> Mapping[str, Any]:
         """Counters of the collector (see `Collector.statistics`)."""
+
+    def take_replay_use(self) -> ReplayUse | None:
+        """What was done with the replay buffer since the last call, None if there is none."""
 
     def close(self) -> None:
         """Close all envs; may be called again."""

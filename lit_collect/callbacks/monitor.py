@@ -16,7 +16,7 @@ from lit_collect.callbacks._reports import COUNTS, SECONDS, Report, joined
 from lit_collect.callbacks._source import Collection, find_collection, gather_numbers
 from lit_collect.episodes import EpisodeTotals, Finished, InfoTotals, episode_returns, info_means
 from lit_collect.episodes import summarise as summarise_episodes
-from lit_collect.metrics import EpisodeStatistics, Staleness, Throughput, staleness
+from lit_collect.metrics import EpisodeStatistics, ReplayUse, Staleness, Throughput, staleness
 
 _SAVE_EVERY_S = 1.0  # loggers that keep rows in memory write them that often
 
@@ -193,10 +193,15 @@ class CollectionMonitor(Callback):
         counts = self._source.statistics()
         spent, ages = self._spent(self._source.seconds), self._staleness
         info = self._episodes.info_totals()  # the same names on every rank
-        mine = [*self._episodes.totals(), *spent, *ages, *[counts[name] for name in COUNTS]]
+        replay = self._source.take_replay_use()
+        mine = [*self._episodes.totals(), *spent, *ages, *[counts[name] for name in COUNTS], *(replay or ReplayUse())]
         split, end = len(EpisodeTotals._fields), len(mine)
         ranks = gather_numbers(trainer, [*mine, *[number for totals in info.values() for number in totals]])
-        values = self._collected(self._source, joined([Report(*rank[split:end]) for rank in ranks]))
+        report = joined([Report(*rank[split:end]) for rank in ranks])
+        fresh = self._source.frames_total - self._frames
+        values = self._collected(self._source, report)
+        if replay is not None:
+            values.update({f"replay/{name}": value for name, value in report.replay.values(fresh).items()})
         means = info_means(
             [dict(zip(info, map(InfoTotals, rank[end::2], rank[end + 1 :: 2]), strict=True)) for rank in ranks]
         )

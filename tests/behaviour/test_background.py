@@ -216,7 +216,9 @@ def test_start_needs_somewhere_to_put_the_rows():
         with pytest.raises(RuntimeError, match="nothing is collected in the background; call start"):
             collector.pause()
         assert collector.collect().numel() == 8
-    with pytest.raises(TypeError, match="replay_buffer cannot be written to : expected an object with extend, got 3"):
+    with pytest.raises(
+        TypeError, match="replay_buffer cannot be written to : expected an object with extend, or a ReplayConfig, got 3"
+    ):
         Collector(MAKERS, frames_per_batch=8, replay_buffer=3)
     with pytest.raises(CollectorClosedError):
         collector.start()

@@ -2,6 +2,7 @@
 
 import gc
 import signal
+from dataclasses import replace
 from functools import partial
 
 import gymnasium
@@ -24,7 +25,6 @@ from lit_collect import (
     LitCollectError,
     ReplayConfig,
     RolloutConfig,
-    TrajectoryConfig,
     UpdateConfig,
     WorkerFailedError,
     make_dataloader,
@@ -59,7 +59,7 @@ MAKERS = [partial(CountingEnv, i) for i in range(2)]
         ({"frames_per_batch": 8, "seed": "x"}, TypeError, "seed must be an integer or None, got 'x'"),
         ({"frames_per_batch": 8, "backend": "thread"}, ValueError, "backend must be one of .*, process, got 'thread'"),
         ({"frames_per_batch": 8, "backend": "ray"}, BackendUnavailableError, "'ray' is not in this version; use"),
-        ({"frames_per_batch": 8, "trajectories": TrajectoryConfig()}, ValueError, "trajectories is not available"),
+        ({"frames_per_batch": 8, "trajectories": 3}, TypeError, "trajectories must be given as TrajectoryConfig"),
     ],
 )  # fmt: skip
 def test_wrong_setting(options, error, words, build):
@@ -68,8 +68,17 @@ def test_wrong_setting(options, error, words, build):
 
 
 def test_wrong_setting_of_the_data_module_alone():
-    with pytest.raises(ValueError, match="replay is not available in this version"):
-        CollectorDataModule("CartPole-v1", replay=ReplayConfig(capacity=8))
+    replay = ReplayConfig(capacity=100)
+    with pytest.raises(ValueError, match=r"replay\.capacity must hold a batch of frames_per_batch=2048, got 100"):
+        CollectorDataModule("CartPole-v1", replay=replay)
+    with pytest.raises(ValueError, match=r"replay\.min_frames must be below total_frames=64, got 64"):
+        CollectorDataModule("CartPole-v1", frames_per_batch=64, total_frames=64, replay=replace(replay, min_frames=64))
+    with pytest.raises(ValueError, match="expected 1 and None with a replay buffer, got 2 and None"):
+        CollectorDataModule("CartPole-v1", frames_per_batch=64, replay=replay, updates=UpdateConfig(epochs=2))
+    with pytest.raises(ValueError, match="counts samples of a replay buffer : expected 1 without one, got 2"):
+        CollectorDataModule("CartPole-v1", updates=UpdateConfig(updates_per_batch=2))
+    with pytest.raises(TypeError, match="replay must be a ReplayConfig or an object with extend and sample"):
+        CollectorDataModule("CartPole-v1", replay=[])
     with pytest.raises(ValueError, match="batches_per_epoch must be at least 1 or None, got 0"):
         CollectorDataModule("CartPole-v1", batches_per_epoch=0)
 

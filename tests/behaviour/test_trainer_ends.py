@@ -74,7 +74,7 @@ class Witness(L.Callback):
         self.error: BaseException | None = None
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        self.workers = pids(trainer.datamodule._collector)
+        self.workers = pids(trainer.datamodule._supply.collector)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.error = exception

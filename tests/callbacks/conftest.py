@@ -48,6 +48,9 @@ class KnownData(L.LightningDataModule):
     def statistics(self) -> dict[str, float]:
         return dict(self.counts)
 
+    def take_replay_use(self) -> None:
+        return None
+
     def train_dataloader(self) -> Loader:
         return Loader(self._batches * self._minibatches, self._train)
 

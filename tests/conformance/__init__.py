@@ -3,7 +3,7 @@
 The tests of this folder collect from each of `sources.SOURCES`: single envs, our vectoriser, `SyncVectorEnv` and
 `AsyncVectorEnv` in three modes with and without copies and shared memory, `CartPoleVectorEnv`, ALE, envpool, torch envs
 that reuse their tensors, dense final observations, games of several agents and dm_control. What needs one source only
-is shown where that source is tested. C41 (Minari) is not here yet.
+is shown where that source is tested.
 """
 
 STREAMS = "tests/conformance/test_streams.py"
@@ -224,7 +224,15 @@ SHOWN: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "tests/test_evaluation.py": ("test_first_episode_of_each_copy_counts_whatever_its_length",),
         },
     ),
-    "C41": ("Minari data sets go there and back", {}),  # not here yet
+    "C41": (
+        "Minari data sets go there and back",
+        {
+            "tests/conformance/test_minari.py": (
+                "test_c41_rows_come_back_from_minari_with_single_steps_and_unfinished_episodes",
+            ),
+            "tests/offline/test_minari.py": ("test_every_kind_of_space_comes_back_as_it_was",),
+        },
+    ),
     "C42": ("agents that die", {GAMES: ("test_rows_of_every_agent_equal_a_plain_loop",)}),
     "C43": (
         "discounts of dm_control",

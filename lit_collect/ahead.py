@@ -1,0 +1,94 @@
+"""`Ahead`: batches of a collector that goes on in the background, one batch ahead of whoever takes them."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from lit_collect.collector import Collector
+from lit_collect.errors import BudgetSpentError, CollectTimeoutError
+from lit_collect.frames import count_frames
+
+_SLICE_S = 0.1  # how long a batch is waited for before errors of the background are looked for
+
+
+class Ahead:
+    """Takes in what a collector makes in the background, as its ``replay_buffer``, and hands it out batch by batch.
+
+    While a batch waits here the collector makes the next one, and no more: neither side runs away.
+    """
+
+    takes_batches = True
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[TensorDictBase, dict[str, Any]]] = deque()
+        self._collector: Collector | None = None
+
+    def start(self, collector: Collector) -> None:
+        """Let a collector go on from here.
+
+        Args:
+            collector: whose ``replay_buffer`` this is.
+        """
+        self._collector = collector
+        collector.start()
+
+    def extend(self, batch: TensorDictBase) -> None:
+        """Take in a batch; called in the background."""
+        assert self._collector is not None
+        statistics = self._collector.statistics()  # asked for later it would wait for the batch in progress
+        with self._changed:
+            self._waiting.append((batch, statistics))
+            self._changed.notify_all()
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Whether the last batch was taken, within a number of seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+
+    def take(self, while_waiting: Callable[[], None]) -> tuple[TensorDictBase, dict[str, Any]]:
+        """The next batch, and the collector's statistics of when it was made.
+
+        Args:
+            while_waiting: called again and again; may raise.
+
+        Raises:
+            BudgetSpentError: if there will be none.
+            CollectTimeoutError: if there was none in time.
+            LitCollectError: what went wrong in the background.
+        """
+        assert self._collector is not None
+        limit_s = self._collector.workers.backend.batch_timeout_s
+        began = monotonic()
+        while True:
+            ended = not self._collector.is_running  # before the queue is looked at: it fills first
+            with self._changed:
+                if self._changed.wait_for(lambda: self._waiting, 0.0 if ended else _SLICE_S):
+                    taken = self._waiting.popleft()
+                    self._changed.notify_all()
+                    return taken
+            self._collector.check_background()
+            if ended:
+                raise BudgetSpentError("the collector has come to its end in the background")
+            if monotonic() - began > limit_s:
+                raise CollectTimeoutError(
+                    f"no batch came from the background within {limit_s:g} s : expected envs, policy and hooks to "
+                    f"come to an end"
+                )
+            while_waiting()
+
+    def counted_out(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of the collector, in which what waits here was not handed out.
+
+        Args:
+            state: see `Collector.state_dict`.
+        """
+        with self._changed:
+            frames = sum(count_frames(batch) for batch, _ in self._waiting)
+            batches = len(self._waiting)
+        counted = {"frames_yielded": state["frames_yielded"] - frames, "batches": state["batches"] - batches}
+        return {**state, **counted}

@@ -1,0 +1,185 @@
+"""What a learner is given for each collected batch: minibatches of it, or samples of a replay buffer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from lit_collect.config import UpdateConfig
+from lit_collect.frames import flatten_rows
+
+Agree = Callable[[int], int]
+"""Gives the largest of a number over all ranks, each of which must call it."""
+
+
+class Feed(ABC):
+    """Turns collected batches into pieces, each of which is trained on once."""
+
+    due: int = 0
+    """Pieces of the last batch that are still to come."""
+    samples: int = 0
+    """Samples of a replay buffer that were given."""
+
+    @abstractmethod
+    def count(self, frames: int) -> int:
+        """How many pieces a batch of so many frames is promised to give."""
+
+    def warm_up(self, frames_per_batch: int) -> int:
+        """How many batches give none at first."""
+        return 0
+
+    def resume(self, due: int) -> None:  # noqa: B027 (minibatches are made of a batch that is not there any more)
+        """Go on where an earlier run was left, with so many pieces of its last batch still to come."""
+
+    def finish(self) -> None:  # noqa: B027 (minibatches can be made of any batch)
+        """The budget is spent.
+
+        Raises:
+            ValueError: if there never was a piece.
+        """
+
+    def left_over(self) -> Iterator[TensorDictBase]:
+        """Pieces that an earlier epoch, or run, has left of its last batch."""
+        return iter(())
+
+    @abstractmethod
+    def of(self, batch: TensorDictBase, begun: int) -> Iterator[TensorDictBase]:
+        """The pieces of a batch; `due` says at once how many there are.
+
+        Args:
+            batch: [N, T], or whatever was collected.
+            begun: how many of them an earlier run was given.
+        """
+
+
+class Minibatches(Feed):
+    """Passes of minibatches over each batch.
+
+    Args:
+        updates: how many.
+        agree: ranks whose batches differ in size agree on numbers of minibatches by it.
+        frames: of a whole batch, where batches of all sizes are cut into as many minibatches as one of these; None:
+            where minibatches of all batches are of the same size.
+    """
+
+    def __init__(self, updates: UpdateConfig, agree: Agree, *, frames: int | None = None) -> None:
+        self._updates, self._agree, self._frames = updates, agree, frames
+
+    def count(self, frames: int) -> int:
+        """See `Feed.count`."""
+        return self._updates.epochs * self._cuts(frames)
+
+    def of(self, batch: TensorDictBase, begun: int) -> Iterator[TensorDictBase]:
+        """See `Feed.of`."""
+        # what the length promised: masked rows count, nobody knows them beforehand
+        cuts = self._cuts(batch.numel() if self._frames is None else self._frames)
+        if self._updates.minibatch_size is not None:
+            cuts = self._agree(cuts)
+        pieces = self._updates.epochs * cuts
+        begun = min(begun, pieces - 1)  # a shorter batch has fewer, and one of them must be used
+        self.due = pieces - begun
+        return self._cut(batch, cuts, begun)
+
+    def _cuts(self, frames: int) -> int:
+        size = self._updates.minibatch_size
+        return 1 if size is None else -(-frames // size)
+
+    def _cut(self, batch: TensorDictBase, cuts: int, begun: int) -> Iterator[TensorDictBase]:
+        """The minibatches of one batch, `cuts` of them in each pass, from the one numbered `begun` on."""
+        updates = self._updates
+        rows = None if updates.minibatch_size is None else flatten_rows(batch)
+        for number in range(begun // cuts, updates.epochs):
+            skip = begun % cuts if number == begun // cuts else 0
+            if rows is None or (cuts == 1 and len(rows) == batch.numel()):
+                self.due -= 1
+                yield (batch if rows is None else rows).copy()  # one minibatch holds all rows: order changes nothing
+                continue
+            for indices in _index_minibatches(len(rows), cuts, updates)[skip:]:
+                self.due -= 1
+                yield rows[indices.to(rows.device) if rows.device is not None else indices]
+
+
+class Samples(Feed):
+    """A number of samples from a replay buffer for each batch, which was written to it before.
+
+    Batches give none until there are `min_frames` rows, and rows that the buffer can make a sample of.
+
+    Args:
+        buffer: gives the buffer, anything with ``sample``, once it is needed.
+        updates: with `updates_per_batch`.
+        min_frames: rows that must be there.
+        agree: ranks begin together by it.
+
+    Raises:
+        TypeError: if nothing can be sampled from the buffer.
+        ValueError: if `updates` speaks of minibatches.
+    """
+
+    def __init__(self, buffer: Callable[[], Any], updates: UpdateConfig, *, agree: Agree, min_frames: int = 0) -> None:
+        if updates.epochs != 1 or updates.minibatch_size is not None:
+            raise ValueError(
+                f"updates.epochs and updates.minibatch_size cut collected batches : expected 1 and None with a replay "
+                f"buffer, got {updates.epochs} and {updates.minibatch_size}; use updates_per_batch, and the buffer's "
+                f"batch_size"
+            )
+        self._buffer, self._agree = buffer, agree
+        self._per_batch, self._min_frames = updates.updates_per_batch, min_frames
+        self._resumed = False
+
+    def count(self, frames: int) -> int:
+        """See `Feed.count`."""
+        return self._per_batch
+
+    def warm_up(self, frames_per_batch: int) -> int:
+        """See `Feed.warm_up`."""
+        return max(-(-self._min_frames // frames_per_batch) - 1, 0)
+
+    def resume(self, due: int) -> None:
+        """See `Feed.resume`."""
+        self.due, self._resumed = due, True
+
+    def finish(self) -> None:
+        """See `Feed.finish`."""
+        if not self.samples and not self._resumed:
+            sample = self._buffer().sample()  # it knows best why not
+            raise ValueError(
+                f"no sample was made within the budget : expected replay.min_frames={self._min_frames} rows, and a "
+                f"sample of {tuple(sample.batch_size)} only at its end; lower min_frames or raise total_frames"
+            )
+
+    def left_over(self) -> Iterator[TensorDictBase]:
+        """See `Feed.left_over`."""
+        return self._draw()
+
+    def of(self, batch: TensorDictBase, begun: int) -> Iterator[TensorDictBase]:
+        """See `Feed.of`; what an earlier run has left is given by `left_over`."""
+        waits = self._agree(0 if self._ready() else 1)
+        self.due = 0 if waits else self._per_batch
+        return self._draw()
+
+    def _ready(self) -> bool:
+        buffer = self._buffer()
+        can: Callable[[], bool] | None = getattr(buffer, "can_sample", None)
+        # of a buffer of somebody else's we know its length at most
+        enough = not self._min_frames or len(buffer) >= self._min_frames
+        return enough and (can is None or can())
+
+    def _draw(self) -> Iterator[TensorDictBase]:
+        while self.due:
+            self.due -= 1
+            self.samples += 1
+            sample: TensorDictBase = self._buffer().sample()
+            yield sample
+
+
+def _index_minibatches(rows: int, cuts: int, updates: UpdateConfig) -> tuple[torch.Tensor, ...]:
+    """Indices of one pass, in exactly `cuts` minibatches; fewer rows than promised are spread evenly."""
+    order = torch.randperm(rows) if updates.shuffle else torch.arange(rows)
+    assert updates.minibatch_size is not None
+    if -(-rows // updates.minibatch_size) == cuts:
+        return order.split(updates.minibatch_size)
+    if rows < cuts:  # not even one row each: some are used twice rather than none at all
+        order = order.repeat(-(-cuts // max(rows, 1)))[: max(cuts, rows)]
+    return order.tensor_split(cuts)

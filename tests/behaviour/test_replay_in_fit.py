@@ -1,0 +1,278 @@
+"""A replay buffer between the collector and the trainer: ratios, warm-up, exact rows, resuming, going on meanwhile."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from lit_collect import (
+    Collector,
+    CollectorDataModule,
+    CollectorDataset,
+    NStep,
+    ProcessBackend,
+    ReplayBuffer,
+    ReplayConfig,
+    RolloutConfig,
+    TrajectoryConfig,
+    UpdateConfig,
+)
+from lit_collect.testing import CountingEnv
+
+pytestmark = pytest.mark.timeout(120)
+
+LENGTHS = (3, 7, 1, 5)
+MAKERS = [partial(CountingEnv, i, LENGTHS) for i in range(4)]
+UPDATES = UpdateConfig(updates_per_batch=3)
+BACKENDS = [
+    pytest.param({}, {}, id="direct"),
+    pytest.param({}, {"background": True}, id="direct in the background"),
+    pytest.param({"backend": ProcessBackend(2)}, {}, id="processes", marks=pytest.mark.processes),
+    pytest.param({"backend": ProcessBackend(2, sync=False)}, {}, id="asynchronous", marks=pytest.mark.processes),
+    pytest.param(
+        {"backend": ProcessBackend(2)}, {"background": True}, id="processes meanwhile", marks=pytest.mark.processes
+    ),
+]
+
+
+def data_of(replay=None, **options) -> CollectorDataModule:
+    settings = {"frames_per_batch": 16, "total_frames": 320, "updates": UPDATES, "evaluation": None, "seed": 0}
+    return CollectorDataModule(
+        MAKERS, replay=ReplayConfig(capacity=200, batch_size=8) if replay is None else replay, **{**settings, **options}
+    )
+
+
+def check_rows(sample) -> None:
+    """Every row is a transition that happened."""
+    seen, led_to = sample["observation"], sample["next", "observation"]
+    assert torch.equal(led_to, seen + torch.tensor([0.0, 0.0, 1.0]))
+    assert torch.equal(sample["next", "reward"].squeeze(-1), 100 * led_to[..., 1] + led_to[..., 2])
+    lengths = torch.tensor(LENGTHS)[seen[..., 1].long() % len(LENGTHS)]
+    assert torch.equal(sample["next", "terminated"].squeeze(-1), led_to[..., 2] == lengths)
+
+
+@pytest.mark.parametrize(("options", "replay"), BACKENDS)
+def test_each_batch_is_followed_by_its_number_of_samples(options, replay, learner, trainer_with):
+    data = data_of(ReplayConfig(capacity=200, batch_size=8, min_frames=60, **replay), **options)
+    collected = []
+    data.rollout_listeners.append(lambda batch: collected.append(batch.numel()))
+    model = learner()
+    trainer_with(max_epochs=-1).fit(model, datamodule=data)
+    # the fourth batch makes it 64 rows
+    assert len(model.batches) == len(data.train_dataloader()) == 3 * (320 // 16 - 3)
+    assert sum(collected) == data.frames_total == 320
+    assert len(data.replay_buffer) == 200
+    assert data.replay_buffer.write_count == 320
+    for sample in model.batches:
+        assert sample.batch_size == (8,)
+        check_rows(sample)
+    versions = torch.cat([sample["collector", "policy_version"] for sample in model.batches[-3:]])
+    assert versions.max() <= data.policy_version
+
+
+@pytest.mark.parametrize("mode", ["rollout", "trajectory"])
+def test_slices_of_the_loader_lie_in_one_episode(mode, learner, trainer_with):
+    data = data_of(ReplayConfig(capacity=100, batch_size=12, slice_len=3, write_mode=mode))
+    model = learner()
+    trainer_with(max_epochs=-1).fit(model, datamodule=data)
+    assert len(model.batches) > 40
+    for sample in model.batches:
+        assert sample.batch_size == (4, 3)
+        check_whole = sample["observation"]
+        assert torch.equal(check_whole[:, 1:], sample["next", "observation"][:, :-1])
+        assert sample["next", "done"][:, -1].all()
+        assert not sample["next", "done"][:, :-1].any()
+
+
+def test_whole_trajectories_are_written_once_complete(learner, trainer_with):
+    replay = ReplayConfig(capacity=400, batch_size=8, write_mode="trajectory", trajs_per_write=3)
+    data = data_of(replay)
+    trainer_with(max_epochs=-1).fit(learner(), datamodule=data)
+    buffer = data.replay_buffer
+    rows = buffer[torch.arange(len(buffer))]
+    starts = (rows["observation"][:, 2] == 0).nonzero().flatten()
+    ends = rows["next", "done"].flatten().nonzero().flatten()
+    assert len(starts) == len(ends)
+    assert len(ends) % 3 == 0
+    assert torch.equal(ends[:-1] + 1, starts[1:])  # one after the other, none interleaved
+    assert len(buffer) < 320
+
+
+def test_samples_wait_until_there_is_a_slice_to_make(learner, trainer_with):
+    data = data_of(ReplayConfig(capacity=200, batch_size=14, slice_len=7), frames_per_batch=4)  # one step of each copy
+    model = learner()
+    trainer_with(max_epochs=-1).fit(model, datamodule=data)
+    assert 0 < len(model.batches) < len(data.train_dataloader())
+    assert all(sample.batch_size == (2, 7) for sample in model.batches)
+
+
+def test_budget_in_which_no_slice_could_be_made_is_an_error(learner, trainer_with):
+    data = data_of(ReplayConfig(capacity=200, batch_size=16, slice_len=8))  # no episode has more than 7 frames
+    with pytest.raises(ValueError, match="no trajectory is long enough : expected slices of 8 rows, got at most 7"):
+        trainer_with(max_epochs=-1).fit(learner(), datamodule=data)
+
+
+def test_anything_with_extend_and_sample_is_a_replay_buffer(learner, trainer_with):
+    class Newest(list):
+        def extend(self, rows):
+            self.append(rows)
+
+        def sample(self):
+            return self[-1]
+
+    data = data_of(Newest())
+    model = learner()
+    trainer_with(max_epochs=-1).fit(model, datamodule=data)
+    assert [sample.batch_size for sample in model.batches] == [(16,)] * 60
+    data.update_priority(model.batches[0], torch.zeros(16))  # it has none, which is fine
+
+
+def test_priorities_reach_the_buffer(trainer_with, learner):
+    class Prioritizing(learner):
+        def training_step(self, batch, batch_idx):
+            first = batch["observation"][:, 0] == 2  # only env copy 2 is worth it
+            self.trainer.datamodule.update_priority(batch, first.float())
+            return super().training_step(batch, batch_idx)
+
+    data = data_of(ReplayConfig(capacity=1000, batch_size=64, sampler="prioritized"))
+    model = Prioritizing()
+    trainer_with(max_epochs=-1).fit(model, datamodule=data)
+    late = torch.cat([sample["observation"][:, 0] for sample in model.batches[-10:]])
+    assert (late == 2).float().mean() > 0.8
+    assert (model.batches[0]["observation"][:, 0] == 2).float().mean() < 0.6
+    assert ("collector", "weight") in model.batches[0].keys(True, True)
+
+
+def test_compact_batches_are_stored_once_and_come_back_whole(learner, trainer_with):
+    data = data_of(rollout=RolloutConfig(compact_obs=True))
+    model = learner()
+    trainer_with(max_epochs=-1).fit(model, datamodule=data)
+    assert data.replay_buffer.compact_obs
+    for sample in model.batches:
+        check_rows(sample)
+
+
+def test_prepared_batches_are_what_is_written(learner, trainer_with):
+    class Preparing(learner):
+        def prepare_rollout(self, batch):
+            return batch.set("extra", batch["observation"][..., 2] * 2)
+
+    data = data_of()
+    model = Preparing()
+    trainer_with(max_epochs=-1).fit(model, datamodule=data)
+    assert all(torch.equal(sample["extra"], 2 * sample["observation"][:, 2]) for sample in model.batches)
+
+
+def test_loop_of_ones_own_gets_samples_too():
+    config = ReplayConfig(capacity=100, batch_size=4, min_frames=32, transforms=(NStep(2, 0.5),))
+    with Collector(MAKERS, frames_per_batch=16, total_frames=64, replay_buffer=config, seed=0) as collector:
+        dataset = CollectorDataset(collector, updates=UPDATES)
+        samples = list(dataset)
+        assert len(samples) == len(dataset) == 9
+        assert isinstance(collector.replay_buffer, ReplayBuffer)
+        assert samples[0]["collector", "n_steps"].max() == 2
+
+
+def test_whole_trajectories_can_be_collected_into_a_buffer(learner, trainer_with):
+    data = data_of(trajectories=TrajectoryConfig(trajs_per_batch=2))
+    model = learner()
+    trainer_with(max_epochs=-1).fit(model, datamodule=data)
+    assert data.replay_buffer.write_count == data.frames_total
+    assert len(model.batches) == 3 * data.statistics()["batches"]
+
+
+@pytest.mark.parametrize("storage", ["memory", "shared", "mapped"])
+def test_fit_that_is_resumed_goes_on_with_the_same_buffer(storage, learner, trainer_with, tmp_path):
+    path = str(tmp_path / "rows") if storage == "mapped" else None
+    replay = ReplayConfig(capacity=200, batch_size=8, sampler="prioritized", storage=storage, path=path)
+
+    class Prioritizing(learner):
+        def training_step(self, batch, batch_idx):
+            self.trainer.datamodule.update_priority(batch, batch["observation"][:, 2] + 0.5)
+            return super().training_step(batch, batch_idx)
+
+    data = data_of(replay)
+    trainer = trainer_with(max_steps=20)  # in the middle of the samples of batch 7
+    trainer.fit(Prioritizing(), datamodule=data)
+    trainer.save_checkpoint(tmp_path / "at20.ckpt")
+    assert len(data.replay_buffer) == 7 * 16
+    before = data.replay_buffer.state_dict()
+    data.close()
+
+    again = data_of(replay)
+    model = Prioritizing()
+    model.on_train_start = lambda: found.append(again.replay_buffer.state_dict())
+    found = []
+    trainer_with(max_epochs=-1).fit(model, datamodule=again, ckpt_path=tmp_path / "at20.ckpt", weights_only=True)
+    assert_equal(found[0], before)
+    # one sample was left of batch 7, then there are 13 batches more
+    assert len(model.batches) == 1 + 3 * 13
+    assert again.replay_buffer.write_count == again.frames_total == 320
+    for sample in model.batches:
+        check_rows(sample)
+    rows = again.replay_buffer[torch.arange(200)]
+    ids = rows["collector", "traj_ids"]
+    for name in ids.unique():  # no episode goes on in another one
+        steps = rows["observation"][ids == name]
+        assert (steps[:, :2] == steps[0, :2]).all()
+    again.close()
+
+
+def assert_equal(one, other) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def test_buffer_is_kept_from_fit_to_fit(learner, trainer_with):
+    data = data_of(total_frames=-1, batches_per_epoch=5)
+    trainer_with(max_epochs=1).fit(learner(), datamodule=data)
+    assert len(data.replay_buffer) == 80
+    model = learner()
+    trainer_with(max_epochs=1).fit(model, datamodule=data)
+    assert data.replay_buffer.write_count == 160
+    assert len(model.batches) == 15
+
+
+def test_background_is_refused_where_it_cannot_be(learner, trainer_with):
+    data = data_of(ReplayConfig(capacity=200, background=True))
+    data._seat.trainer = type("TwoRanks", (), {"world_size": 2, "global_rank": 0})()
+    with pytest.raises(ValueError, match=r"single rank, got 2; use ProcessBackend\(sync=False\)"):
+        data._supply._check_alone()
+
+
+def test_collector_in_the_background_waits_for_the_learner(learner, trainer_with):
+    ahead = []
+
+    class Watching(learner):
+        def training_step(self, batch, batch_idx):
+            collector = self.trainer.datamodule._supply.collector
+            ahead.append(collector.budget.yielded - self.trainer.datamodule.frames_total)
+            return super().training_step(batch, batch_idx)
+
+    data = data_of(ReplayConfig(capacity=200, batch_size=8, background=True))
+    trainer_with(max_epochs=-1).fit(Watching(), datamodule=data)
+    assert max(ahead) <= 32  # one batch waits, one is being made
+
+
+def test_what_goes_wrong_in_the_background_ends_the_fit(learner, trainer_with):
+    class Broken(CountingEnv):
+        def step(self, action):
+            if self.episode == 3:
+                raise OSError("the door is locked")
+            return super().step(action)
+
+    data = CollectorDataModule(
+        [Broken] * 2,
+        frames_per_batch=4,
+        replay=ReplayConfig(capacity=200, batch_size=8, background=True),
+        evaluation=None,
+    )
+    with pytest.raises(Exception, match="the door is locked"):
+        trainer_with(max_epochs=-1).fit(learner(), datamodule=data)
