@@ -38,6 +38,8 @@ class SharedBudget:
     """Frames that were handed out."""
     lost: int = 0
     """Frames that were collected and will never be handed out: their trajectories were not whole, or too old."""
+    lost_here: int = 0
+    """What the collector of this rank had lost when it was asked last."""
     next_id: int = 0
     """Higher than the ids of all trajectories that were begun on any rank."""
     ranks: int = 1
@@ -114,9 +116,12 @@ class SharedBudget:
             batch = collector.collect()
         mine = 0 if batch is None else count_frames(batch)
         budget = collector.budget
-        table = gather([mine, max(collector.workers.trajectories), budget.lost, float(budget.to_come == 0)])
+        table = gather(
+            [mine, max(collector.workers.trajectories), budget.lost - self.lost_here, float(budget.to_come == 0)]
+        )
         counts, firsts, lost, ends = ([int(number) for number in column] for column in zip(*table, strict=True))
-        self.lost, self.next_id, self.ranks = sum(lost), collector.num_envs * ranks * max(firsts), ranks
+        self.lost, self.lost_here = self.lost + sum(lost), budget.lost
+        self.next_id, self.ranks = collector.num_envs * ranks * max(firsts), ranks
         self.spent = any(ends) or 0 in counts
         if batch is None or 0 in counts:
             budget.take_back(mine)
@@ -149,6 +154,7 @@ class SharedBudget:
             state: see `Collector.state_dict`.
             ranks: how many go on.
         """
+        self.lost_here = state.get("frames_lost", 0)
         if ranks == self.ranks == 1:
             return dict(state)
         copies = len(state["trajectories"])

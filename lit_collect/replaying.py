@@ -8,6 +8,7 @@ from torch import Tensor
 from lit_collect.frames import INDEX, flatten_rows
 from lit_collect.metrics import ReplayUse
 from lit_collect.plan import Plan
+from lit_collect.ranks import Gather
 from lit_collect.replay import MixedBuffer, ReplayBuffer
 from lit_collect.replay.config import ReplayConfig
 from lit_collect.seeding import Placement
@@ -42,6 +43,8 @@ class Replaying:
             _check_fit(self.config, plan)
         self._target: ReplayTarget | None = None
         self._state: dict[str, Any] | None = None  # of the buffer that was or is to come
+        self._rank = 0
+        self._counts: list[int] = []  # rows that each of several ranks has written
         self._samples = self._rows = 0  # when `take_use` was called last
 
     @property
@@ -72,8 +75,9 @@ class Replaying:
                 seed=place.replay_seed,
                 subfolder=None if place.world_size == 1 else f"rank_{place.rank}",
             )
+            self._rank = place.rank
             if self._state is not None:
-                self._target.buffer.load_state_dict(self._state)
+                self._load(self._target.buffer, self._state)
                 self._state = None
         return self._target
 
@@ -88,6 +92,15 @@ class Replaying:
         sink = self.target(place).sink(total_copies, pieces=self._pieces)
         whole = getattr(sink, "takes_batches", False)
         sink.extend(batch if whole else flatten_rows(restore_successors(batch)))
+
+    def count(self, gather: Gather) -> None:
+        """Tell the other ranks how many rows were written: a checkpoint, which is the first rank's, says it of all.
+
+        Args:
+            gather: exchanges numbers with them.
+        """
+        written = 0 if self._target is None else getattr(self._target.buffer, "write_count", 0)
+        self._counts = [int(count) for (count,) in gather([written])]
 
     def update_priority(self, sample: TensorDictBase, priority: Tensor) -> None:
         """See `CollectorDataModule.update_priority`."""
@@ -128,23 +141,33 @@ class Replaying:
         """Of a buffer of ours; None of any other, which whoever made it saves."""
         if self._target is None or not self._is_ours:
             return self._state
-        state: dict[str, Any] = self._target.buffer.state_dict()
-        return state
+        return {**self._target.buffer.state_dict(), "rank": self._rank, "write_counts": list(self._counts)}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on with what a buffer held."""
         if self._target is None:
             self._state = state
         elif state is not None:
-            self._target.buffer.load_state_dict(state)
+            self._load(self._target.buffer, state)
 
     def park(self) -> None:
         """Give back what a buffer holds besides memory of this process; it comes back with the next use."""
         if self._target is None or self.config is None or self.config.in_memory:
             return
-        self._state = self._target.buffer.state_dict()
+        self._state = self.state_dict()
         self._target.close()
         self._target = None
+
+    def _load(self, buffer: Any, state: dict[str, Any]) -> None:
+        """Go on where this rank was left; from another's state with its rows, or those in files of one's own."""
+        self._counts = list(state.get("write_counts", ()))
+        if state.get("rank", self._rank) != self._rank and isinstance(buffer, ReplayBuffer):
+            own = buffer.state_dict()
+            if "path" in own:  # no word on its priorities, but on how many of its rows were there
+                state = {**own, "write_count": self._counts[self._rank]} if self._rank < len(self._counts) else own
+            else:
+                state = {**state, "random": own["random"]}  # else both would draw the same samples
+        buffer.load_state_dict(state)
 
     @property
     def _is_ours(self) -> bool:

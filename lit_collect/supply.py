@@ -110,6 +110,8 @@ class Supply:
         if self._seat.prepares:
             batch = prepared(batch, self._seat.trainer)
         self._replaying.write(batch, self._place(), collector.num_envs * self._seat.world_size)
+        if self._seat.world_size > 1:
+            self._replaying.count(self._seat.gather)
         self._replaying.see_version(collector.policy_version)
         return batch
 
@@ -220,7 +222,11 @@ class Supply:
             )
 
     def _go_on_from(self, collector: Collector, state: dict[str, Any]) -> None:
-        collector.load_state_dict(self.budget.placed(state, self._seat.world_size))
+        ranks = self._seat.world_size
+        collector.load_state_dict(self.budget.placed(state, ranks))
+        share = self.budget.share(self._seat.rank, ranks)
+        if self.trajs_per_batch is not None and ranks > 1 and share is not None:
+            collector.budget.limit(share)  # the state is the first rank's, which has got on otherwise
         if (sync := self._seat.weight_sync) is not None:
             sync.mark_changed()  # nobody watched the weights between that state and now
 

@@ -349,7 +349,9 @@ class FileStorage(Storage):
         else:
             self._paged_descriptor = self._open_file()
             begin = HEAD_BYTES + self._marks_bytes()
-            self._opaque = PagedRows(self._paged_descriptor, begin, layout.opaque, self.capacity)
+            self._opaque = PagedRows(
+                descriptor=self._paged_descriptor, offset=begin, dtype=layout.opaque, count=self.capacity
+            )
         self._records = opaque.view(layout.dtype)
         self.layout = layout
 

@@ -22,7 +22,7 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NO_LEAVES: Mapping[Key, Tensor] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Leaf:
     """One leaf of a row."""
 
@@ -107,7 +107,7 @@ class RowLayout:
         leaves = []
         for name, value in rows.items(True, True, is_leaf=is_leaf_nontensor):
             if (key := as_key(name)) not in left_out:
-                leaves.append(Leaf(key, tuple(_dense(key, value).shape[1:]), value.dtype))
+                leaves.append(Leaf(key=key, shape=tuple(_dense(key, value).shape[1:]), dtype=value.dtype))
         if not leaves:
             raise FrameContractError(
                 f"rows have nothing to store : expected at least one tensor, got the keys {_list(rows)}"
@@ -207,7 +207,7 @@ class RowLayout:
     def from_description(cls, description: Mapping[str, Any]) -> "RowLayout":
         """The layout that `describe` described."""
         leaves = [
-            Leaf(tuple(leaf["key"]), tuple(leaf["shape"]), getattr(torch, leaf["dtype"]))
+            Leaf(key=tuple(leaf["key"]), shape=tuple(leaf["shape"]), dtype=getattr(torch, leaf["dtype"]))
             for leaf in description["leaves"]
         ]
         return cls(leaves, left_out=[tuple(key) for key in description["left_out"]])

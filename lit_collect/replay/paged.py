@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PagedRows:
     """Reads and writes records as far as they are asked for, so that none of the file stays in this process.
 

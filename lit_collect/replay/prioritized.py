@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_collect.replay.boundaries import Boundaries, Positions
+from lit_collect.replay.drawing import Drawn, Sampler
 from lit_collect.replay.rows import StoredRows, as_tensor
-from lit_collect.replay.samplers import Drawn, Sampler
 from lit_collect.replay.slices import SliceShape, can_slice
 from lit_collect.replay.sumtree import SumTree
 
@@ -78,7 +78,7 @@ class PrioritizedSampler(Sampler):
         """[batch_size] rows with weights; of each equal part of all priorities one."""
         rows.check_not_empty()
         positions = self._priorities.draw(rng, batch_size)
-        return Drawn(positions, self._priorities.weights(positions, self.beta))
+        return Drawn(positions=positions, weights=self._priorities.weights(positions, self.beta))
 
     def update_priority(self, rows: StoredRows, positions: Positions, priorities: NDArray) -> None:
         """Change the priorities of rows.
@@ -148,7 +148,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         starts = self._priorities.draw_starts(rows.boundaries, rng, count, length, or_short=not self.strict_length)
         walked = rows.walk(starts, length)
         weights = np.where(walked >= 0, self._priorities.weights(starts, self.beta)[:, None], np.float32(0))
-        return Drawn(walked, weights, padded=not self.strict_length)
+        return Drawn(positions=walked, weights=weights, padded=not self.strict_length)
 
     def can_draw(self, rows: StoredRows, batch_size: int) -> bool:
         """Whether a trajectory is long enough."""

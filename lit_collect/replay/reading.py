@@ -71,12 +71,13 @@ class RowAccess:
         Raises:
             KeyError: if rows have no such leaf.
         """
-        layout, records = self._storage.layout, self._storage.records
+        layout = self._storage.layout
         assert layout is not None
-        assert records is not None
         if self._successors is not None and key in self._successors.next_keys:
             return self._successors.of(positions, self._stored)[key]
         if layout.dtype.itemsize > _PAGE:
+            records = self._storage.records
+            assert records is not None
             return layout.column(records, key)[torch.from_numpy(positions)]
         return layout.column(self._storage.take(positions), key)
 

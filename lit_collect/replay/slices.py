@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from lit_collect.config import nearest_multiples
 from lit_collect.replay.boundaries import Positions
+from lit_collect.replay.drawing import Drawn, Pass, Sampler
 from lit_collect.replay.rows import StoredRows
-from lit_collect.replay.samplers import Drawn, Pass, Sampler
 
 
 class SliceShape:
@@ -95,7 +95,7 @@ class SliceSampler(Sampler):
         count, length = self.shape.of(batch_size)
         rows.check_not_empty()
         starts = rows.boundaries.draw_starts(rng, count, length, or_short=not self.strict_length)
-        return Drawn(rows.walk(starts, length), padded=not self.strict_length)
+        return Drawn(positions=rows.walk(starts, length), padded=not self.strict_length)
 
     def can_draw(self, rows: StoredRows, batch_size: int) -> bool:
         """Whether a trajectory is long enough."""
@@ -163,13 +163,13 @@ class SliceWithoutReplacementSampler(Sampler):
                     f"too few slices for a sample without replacement : expected {least}, got {len(starts)}; collect "
                     "more before, or take drop_last=False"
                 )
-            self._pass, self._length = Pass(starts, lengths, rows.write_count), length
+            self._pass, self._length = Pass(starts, lengths, serial=rows.write_count), length
             taken = self._pass.take(rows, count, least)
             assert taken is not None
         starts, lengths = taken
         walked = rows.walk(starts, length)
         walked[np.arange(length) >= lengths[:, None]] = -1  # rows that a trajectory has got since the pass began
-        return Drawn(walked, padded=not self.strict_length)
+        return Drawn(positions=walked, padded=not self.strict_length)
 
     def can_draw(self, rows: StoredRows, batch_size: int) -> bool:
         """Whether there are as many slices as a sample needs."""

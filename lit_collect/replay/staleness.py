@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from lit_collect.errors import StaleDataError
 from lit_collect.frames import POLICY_VERSION
 from lit_collect.replay.boundaries import Positions
+from lit_collect.replay.drawing import Drawn, Sampler
 from lit_collect.replay.rows import StoredRows, as_tensor
-from lit_collect.replay.samplers import Drawn, Sampler
 
 _AT_ONCE = 2**16  # rows of which versions are looked at at once, when there are very many
 _LOST = np.iinfo(np.int64).min  # in place of the version of a row that was lost
@@ -74,7 +74,7 @@ class ConsumingSampler(Sampler):
         drawn = self._left[rng.choice(self.num_left, batch_size, replace=False)].astype(np.int64)
         self._uses[drawn] += 1
         self._remove(drawn[self._uses[drawn] >= self.max_uses])
-        return Drawn(drawn)
+        return Drawn(positions=drawn)
 
     def can_draw(self, rows: StoredRows, batch_size: int) -> bool:
         """Whether enough rows are left."""
@@ -191,7 +191,7 @@ class StalenessSampler(Sampler):
         wanted = rng.random(batch_size) * sums[-1]
         chosen = np.searchsorted(sums, wanted, side="right")
         np.minimum(chosen, int(np.searchsorted(sums, sums[-1])), out=chosen)  # rounding: the last one with a weight
-        return Drawn((starts[chosen] + rng.integers(0, counts[chosen])) % rows.capacity)
+        return Drawn(positions=(starts[chosen] + rng.integers(0, counts[chosen])) % rows.capacity)
 
     def can_draw(self, rows: StoredRows, batch_size: int) -> bool:
         """Whether a row is young enough."""

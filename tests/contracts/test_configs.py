@@ -45,7 +45,9 @@ def test_config_when_printed_and_read_again_is_the_same(
 @in_every_config
 def test_config_trains(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     data = yaml.safe_load(printed(monkeypatch, capsys, path))["data"]
-    frames = BATCHES * data.get("init_args", data)["frames_per_batch"]
+    settings = data.get("init_args", data)
+    size, replay = settings["frames_per_batch"], settings["replay"] or {"min_frames": 0}
+    frames = (BATCHES + -(-replay["min_frames"] // size)) * size
     run(
         monkeypatch,
         "fit",

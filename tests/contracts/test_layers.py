@@ -79,9 +79,12 @@ LAYERS = {
     "lit_collect.testing": 10,
     "lit_collect": 11,
     "trainers.functional": 12,
+    "trainers.continuous_functional": 12,
+    "trainers.off_policy_functional": 12,
     "trainers.distributions": 13,
     "trainers.encoders": 13,
     "trainers.networks": 13,
+    "trainers.q_networks": 13,
     "trainers.normalization": 13,
     "trainers": 14,
 }

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from lit_collect.errors import StaleDataError
+from lit_collect.replay.drawing import Sampler
 from lit_collect.replay.layout import RowLayout
 from lit_collect.replay.rows import StoredRows
-from lit_collect.replay.samplers import Sampler
 from lit_collect.replay.staleness import ConsumingSampler, StalenessSampler
 from lit_collect.replay.storage import MemoryStorage
 
