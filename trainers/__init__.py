@@ -1,11 +1,15 @@
 """Algorithms for lit_collect: LightningModules whose data come from a collector.
 
-:class:`PPO`, :class:`A2C` and :class:`IMPALA` train; :mod:`trainers.functional` holds the mathematics,
-:mod:`trainers.networks` the networks, :mod:`trainers.normalization` running statistics.
+:class:`PPO`, :class:`A2C` and :class:`IMPALA` train on what was collected last, :class:`DQN`, :class:`SAC`,
+:class:`DiscreteSAC` and :class:`TD3` on samples of a replay buffer. :mod:`trainers.functional`,
+:mod:`trainers.off_policy_functional` and :mod:`trainers.continuous_functional` hold the mathematics,
+:mod:`trainers.networks`, :mod:`trainers.q_networks` and :mod:`trainers.continuous` the networks,
+:mod:`trainers.normalization` running statistics.
 """
 
 from trainers.a2c import A2C
 from trainers.distributions import MultiCategorical, action_entropy, action_log_prob
+from trainers.dqn import DQN
 from trainers.encoders import FlatObservation, ImageEncoder, encoder_for
 from trainers.functional import (
     approx_kl,
@@ -28,13 +32,19 @@ from trainers.impala import IMPALA
 from trainers.networks import ActorNetwork, CriticNetwork, Tanh, mlp
 from trainers.normalization import RewardScaler, RunningNormalizer
 from trainers.ppo import PPO
+from trainers.sac import SAC, DiscreteSAC
+from trainers.td3 import TD3
 
 __all__ = [
     "A2C",
+    "DQN",
     "IMPALA",
     "PPO",
+    "SAC",
+    "TD3",
     "ActorNetwork",
     "CriticNetwork",
+    "DiscreteSAC",
     "FlatObservation",
     "ImageEncoder",
     "MultiCategorical",

@@ -22,6 +22,14 @@ _IDLE = {
         "num_collectors leave it more cores; ProcessBackend(sync=False) lets collectors go on meanwhile"
     ),
 }
+_IDLE_WITH_REPLAY = {
+    **_IDLE,
+    "time/collector_idle": (
+        "the collectors were idle {share:.0%} of the time in the last {batches} batches (time/collector_idle), because "
+        "learning takes it: fewer updates.updates_per_batch or a smaller replay.batch_size make it shorter; "
+        "replay.background=True lets collectors go on meanwhile, one batch ahead"
+    ),
+}
 
 
 class Hints:
@@ -61,4 +69,5 @@ class Hints:
                 shares.append(values[key])
             if len(shares) == _WINDOW and min(shares) > _HIGH:
                 del self._idle[key]
-                rank_zero_info(_IDLE[key].format(share=sum(shares) / _WINDOW, batches=_WINDOW))
+                texts = _IDLE_WITH_REPLAY if "replay/size" in values else _IDLE
+                rank_zero_info(texts[key].format(share=sum(shares) / _WINDOW, batches=_WINDOW))

@@ -1,0 +1,59 @@
+"""What off-policy algorithms share: target networks that follow, and means for the loggers."""
+
+import pytest
+import torch
+from torch import nn
+
+from trainers.off_policy import Means, follow, target_of
+
+
+def test_target_of_is_a_copy_that_nothing_trains():
+    source = nn.Linear(2, 1)
+    target = target_of(source)
+    assert torch.equal(target.weight, source.weight)
+    assert target.weight.data_ptr() != source.weight.data_ptr()
+    assert not any(parameter.requires_grad for parameter in target.parameters())
+    assert all(parameter.requires_grad for parameter in source.parameters())
+
+
+@pytest.mark.parametrize(("tau", "expected"), [(0.25, 0.25), (1.0, 1.0)])
+def test_follow_moves_weights_by_tau_and_copies_buffers(tau, expected):
+    source = nn.BatchNorm1d(2)
+    nn.init.zeros_(source.weight)
+    target = target_of(source)
+    nn.init.ones_(source.weight)
+    source.running_mean += 4.0
+    follow(target, source, tau)
+    assert target.weight.tolist() == [expected, expected]
+    assert target.running_mean.tolist() == [4.0, 4.0]
+    assert source.weight.tolist() == [1.0, 1.0]
+    assert source.weight.requires_grad
+
+
+def test_follow_repeated_is_a_moving_average():
+    source, target = nn.Linear(1, 1), nn.Linear(1, 1)
+    nn.init.ones_(source.weight)
+    nn.init.zeros_(target.weight)
+    for _ in range(10):
+        follow(target, source, 0.1)
+    assert target.weight.item() == pytest.approx(1 - 0.9**10)
+
+
+def test_means_count_each_name_by_itself():
+    means = Means()
+    means.add({"loss": torch.tensor(1.0)})
+    means.add({"loss": torch.tensor(3.0), "actor": torch.tensor(5.0, dtype=torch.bfloat16)})
+    assert means.compute() == {"loss": 2.0, "actor": 5.0}
+    assert means.num_updates == 2
+
+
+def test_means_leave_what_they_were_given_alone():
+    means, loss = Means(), torch.tensor(1.0, requires_grad=True)
+    means.add({"loss": loss})
+    means.add({"loss": loss})
+    assert loss.item() == 1.0
+    assert means.compute() == {"loss": 1.0}
+
+
+def test_means_of_nothing_are_nothing():
+    assert Means().compute() == {}
