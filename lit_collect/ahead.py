@@ -27,6 +27,7 @@ class Ahead:
         self._changed = threading.Condition()
         self._waiting: deque[tuple[TensorDictBase, dict[str, Any]]] = deque()
         self._collector: Collector | None = None
+        self._frames = self._batches = 0  # that were handed out, also before this
 
     def start(self, collector: Collector) -> None:
         """Let a collector go on from here.
@@ -35,6 +36,7 @@ class Ahead:
             collector: whose ``replay_buffer`` this is.
         """
         self._collector = collector
+        self._frames, self._batches = collector.budget.yielded, collector.budget.batches
         collector.start()
 
     def extend(self, batch: TensorDictBase) -> None:
@@ -69,6 +71,7 @@ class Ahead:
             with self._changed:
                 if self._changed.wait_for(lambda: self._waiting, 0.0 if ended else _SLICE_S):
                     taken = self._waiting.popleft()
+                    self._frames, self._batches = self._frames + count_frames(taken[0]), self._batches + 1
                     self._changed.notify_all()
                     return taken
             self._collector.check_background()
@@ -82,13 +85,11 @@ class Ahead:
             while_waiting()
 
     def counted_out(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of the collector, in which what waits here was not handed out.
+        """The state of the collector, in which nothing was handed out but what was taken from here.
+
+        What the collector has made besides may wait here, or be on its way.
 
         Args:
             state: see `Collector.state_dict`.
         """
-        with self._changed:
-            frames = sum(count_frames(batch) for batch, _ in self._waiting)
-            batches = len(self._waiting)
-        counted = {"frames_yielded": state["frames_yielded"] - frames, "batches": state["batches"] - batches}
-        return {**state, **counted}
+        return {**state, "frames_yielded": self._frames, "batches": self._batches}

@@ -1,6 +1,7 @@
 """Collected batches as what a Trainer or a plain loop iterates over: sized, without look-ahead, never restarted."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 from tensordict import TensorDictBase
@@ -164,7 +165,7 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
             try:
                 batch = self._source.collect()
             except BudgetSpentError:  # what was left made no whole trajectory
-                return
+                break
             for piece in feed.of(batch, begun):
                 yield self._counted(piece)
             begun = 0
@@ -174,7 +175,8 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
     def _feed_for(self, updates: UpdateConfig, agree: Callable[[int], int]) -> Feed:
         source: Any = self._source
         if getattr(source, "learns_from_replay", False):
-            return Samples(lambda: source.replay_buffer, updates, agree=agree, min_frames=source.min_frames)
+            buffer = partial(getattr, source, "replay_buffer")  # of a copy, in a copy of this
+            return Samples(buffer, updates, agree=agree, min_frames=source.min_frames)
         if updates.updates_per_batch != 1:
             raise ValueError(
                 f"updates.updates_per_batch counts samples of a replay buffer : expected 1 without one, got "

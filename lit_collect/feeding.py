@@ -104,7 +104,8 @@ class Minibatches(Feed):
 class Samples(Feed):
     """A number of samples from a replay buffer for each batch, which was written to it before.
 
-    Batches give none until there are `min_frames` rows, and rows that the buffer can make a sample of.
+    Batches give none until there are `min_frames` rows, and rows that the buffer can make a sample of. Where samples use
+    rows up, or these become too old, a batch gives no more than there are.
 
     Args:
         buffer: gives the buffer, anything with ``sample``, once it is needed.
@@ -150,14 +151,19 @@ class Samples(Feed):
             )
 
     def left_over(self) -> Iterator[TensorDictBase]:
-        """See `Feed.left_over`."""
+        """See `Feed.left_over`; there are none if the rows that they were to be made of are gone."""
+        if self.due and self._waits():
+            self.due = 0
         return self._draw()
 
     def of(self, batch: TensorDictBase, begun: int) -> Iterator[TensorDictBase]:
         """See `Feed.of`; what an earlier run has left is given by `left_over`."""
-        waits = self._agree(0 if self._ready() else 1)
-        self.due = 0 if waits else self._per_batch
+        self.due = 0 if self._waits() else self._per_batch
         return self._draw()
+
+    def _waits(self) -> bool:
+        """Whether a rank has no sample now; all of them must ask."""
+        return bool(self._agree(0 if self._ready() else 1))
 
     def _ready(self) -> bool:
         buffer = self._buffer()
@@ -168,9 +174,13 @@ class Samples(Feed):
 
     def _draw(self) -> Iterator[TensorDictBase]:
         while self.due:
+            buffer = self._buffer()
+            if getattr(buffer, "runs_out", False) and self._waits():
+                self.due = 0
+                return
             self.due -= 1
             self.samples += 1
-            sample: TensorDictBase = self._buffer().sample()
+            sample: TensorDictBase = buffer.sample()
             yield sample
 
 

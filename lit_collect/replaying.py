@@ -149,6 +149,9 @@ class Replaying:
             self._state = state
         elif state is not None:
             self._load(self._target.buffer, state)
+        elif self.config is not None and self.config.path is None:  # of a moment before it was built
+            self._target.close()
+            self._target = None
 
     def park(self) -> None:
         """Give back what a buffer holds besides memory of this process; it comes back with the next use."""

@@ -67,7 +67,8 @@ class Supply:
     @property
     def frames_left(self) -> int | None:
         """Frames until the budget is spent, as many as any rank has left; None without one."""
-        if self.trajs_per_batch is not None and self.collector is not None and not self.budget.spent:
+        counts_ahead = self._ahead is not None  # the collector's counts are ahead of what was handed out
+        if self.trajs_per_batch is not None and self.collector is not None and not (self.budget.spent or counts_ahead):
             return self.collector.frames_left
         return self.budget.share(0, self._seat.world_size)
 
@@ -132,6 +133,8 @@ class Supply:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another run was left (see `Collector.load_state_dict`)."""
+        if self._ahead is not None:  # what is being collected belongs to the run that is left
+            self.close()
         self._state = state["collector"]
         self.budget.load_state_dict(state["budget"])
         if self.collector is not None:
@@ -159,7 +162,12 @@ class Supply:
     def _next(self, collector: Collector) -> TensorDictBase:
         """One batch of this rank, counted over all."""
         if self._ahead is not None:
-            batch, self._statistics = self._ahead.take(self._seat.check_signals)
+            try:
+                batch, self._statistics = self._ahead.take(self._seat.check_signals)
+            except BudgetSpentError:  # what was left made no whole trajectory
+                self._statistics = collector.statistics()
+                self.budget.lost, self.budget.spent = collector.budget.lost, True
+                raise
             self.budget.count(collector, batch)
             return batch
         ranks, gather = self._seat.world_size, self._seat.gather

@@ -15,6 +15,7 @@ from lit_collect.config import (
     nearest_multiples,
 )
 from lit_collect.replay.config import ReplayConfig
+from lit_collect.replay.transforms import NStep
 
 ALL = [
     RolloutConfig(),
@@ -161,6 +162,24 @@ def test_defaults_are_those_of_the_contract():
                 "storage='memory' and path='x'"
             ),
         ),
+        (
+            lambda: ReplayConfig(capacity=9, sampler="prio"),
+            (
+                "sampler must be one of uniform, without_replacement, prioritized, consuming, staleness, slice, "
+                "slice_without_replacement, prioritized_slice, got 'prio'"
+            ),
+        ),
+        (
+            lambda: ReplayConfig(capacity=9, storage="disk"),
+            "storage is unknown : expected 'memory', 'shared' or 'mapped', got 'disk'",
+        ),
+        (
+            lambda: ReplayConfig(capacity=9, batch_size=8, slice_len=4, transforms=(NStep(3, 0.9),)),
+            (
+                "NStep works on single rows : expected a sampler of rows, got SliceSampler; leave the slices or the "
+                "transform out"
+            ),
+        ),
         (lambda: UpdateConfig(updates_per_batch=0), "updates.updates_per_batch must be at least 1, got 0"),
         (lambda: UpdateConfig(minibatch_size=0), "updates.minibatch_size must be at least 1 or None, got 0"),
         (
@@ -205,6 +224,15 @@ def test_wrong_value_raises_and_says_what_would_do(build, message):
         (lambda: UpdateConfig(epochs=True), "updates.epochs must be an integer, got True"),
         (lambda: UpdateConfig(epochs=None), "updates.epochs must be an integer, got None"),
         (lambda: UpdateConfig(minibatch_size=64.0), "updates.minibatch_size must be an integer, got 64.0"),
+        (lambda: ReplayConfig(capacity=9, sampler=3), "sampler must be a Sampler or a name, got 3"),
+        (
+            lambda: ReplayConfig(capacity=9, transforms=("NStep",)),
+            "transforms must be of SampleTransform, got 'NStep'",
+        ),
+        (
+            lambda: ReplayConfig(capacity=9, storage="mapped", path=3),
+            "replay.path must be the path of a folder or None, got 3",
+        ),
         (lambda: EvaluationConfig(num_episodes=1e1), "evaluation.num_episodes must be an integer, got 10.0"),
         (lambda: EvaluationConfig(num_envs="2"), "evaluation.num_envs must be an integer, got '2'"),
     ],
@@ -270,3 +298,7 @@ def test_check_frames_raises_and_names_the_nearest_values(arguments, message):
 def test_check_frames_of_no_integer_raises_type_error(arguments, message):
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         check_frames(*arguments)
+
+
+def test_path_of_a_replay_config_is_plain(tmp_path):
+    assert ReplayConfig(capacity=9, storage="mapped", path=tmp_path).as_plain()["path"] == str(tmp_path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_collect import Collector, DeviceConfig, PolicyFactory
+from lit_collect import Collector, DeviceConfig, DirectBackend, PolicyFactory
 from lit_collect.devices import acting_copy, moved, usable
 from lit_collect.testing import CountingEnv
 
@@ -65,7 +65,7 @@ def test_policy_that_is_where_it_shall_act_acts_itself():
 def test_copy_acts_with_what_was_published(monkeypatch):
     # There is one device here that can compute, so the copy is made on the same one.
     policy = Told(1)
-    monkeypatch.setattr("lit_collect.supervisor.acting_copy", lambda module, device: _copy(module))
+    monkeypatch.setattr("lit_collect.supervisor.acting_copy", lambda module, device, always: _copy(module))
     with Collector(
         CountingEnv, policy, num_envs=2, frames_per_batch=8, seed=0, devices=DeviceConfig(policy="cpu")
     ) as collector:
@@ -166,3 +166,23 @@ def test_env_of_tensors_takes_its_actions_where_it_is_told():
         with Collector(OnDevice, frames_per_batch=4, devices=DeviceConfig(env=device), seed=0) as collector:
             collector.collect()
         assert OnDevice.where == [expected] * 2
+
+
+def test_copy_acts_with_what_is_published_and_not_with_what_is_learned_meanwhile():
+    policy = Told()
+    with Collector(CountingEnv, policy, frames_per_batch=8, backend=DirectBackend(copy_policy=True)) as collector:
+        for version in range(3):
+            policy.value.data.fill_(version)
+            collector.update_policy_weights_()
+            policy.value.data.fill_(100)  # as an optimizer does while frames are collected
+            batch = collector.collect()
+            assert (batch["told"] == version).all()
+            assert (batch["collector", "policy_version"] == version + 1).all()
+
+
+def test_copy_of_a_function_is_the_function():
+    def act(observation):
+        return torch.zeros(len(observation), dtype=torch.int64)
+
+    assert acting_copy(act, None, always=True) is act
+    assert repr(DirectBackend(copy_policy=True)) == "DirectBackend(copy_policy=True)"

@@ -159,8 +159,11 @@ class OffPolicy(ActorCritic):
             gradient_clip_val: The Trainer's own setting, which takes precedence.
             gradient_clip_algorithm: The Trainer's own setting.
         """
-        limit = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
-        self.clip_gradients(optimizer, limit, gradient_clip_algorithm)
+        if gradient_clip_val is not None or self.max_grad_norm is None:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        # what the trainer would do, but under mixed precision it refuses to for a fused optimizer
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], self.max_grad_norm)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Rows on disk as a memory-mapped TensorDict: written batch by batch, read by `TensorDict.load_memmap`."""
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -151,6 +152,7 @@ def read_rows(path: str | Path) -> tuple[TensorDictBase, dict[str, Any]]:
     """
     path = Path(path)
     try:
+        _check_files(path, int(json.loads((path / _META).read_text())["shape"][0]))
         rows = _load(path)
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise LitCollectError(
@@ -177,6 +179,22 @@ def _load(path: Path) -> TensorDictBase:
     except RuntimeError:  # cut off while the numbers of rows were counted up, those of nested keys first
         _set_rows(path, int(json.loads((path / _META).read_text())["shape"][0]))
         return TensorDict.load_memmap(str(path))
+
+
+def _check_files(folder: Path, count: int) -> None:
+    """Raise if a file is missing or cut off: tensordict leaves the first out, and fills the second up with zeros."""
+    for name, entry in json.loads((folder / _META).read_text()).items():
+        if not isinstance(entry, dict):
+            continue
+        if entry.get("type") == "TensorDict":
+            _check_files(folder / name, count)
+        elif "dtype" in entry and not entry.get("is_nested"):
+            dtype: torch.dtype = getattr(torch, entry["dtype"].removeprefix("torch."))
+            needed = count * math.prod(entry["shape"][1:]) * dtype.itemsize
+            file = folder / f"{name}.memmap"
+            there = file.stat().st_size if file.is_file() else 0
+            if there < needed:
+                raise ValueError(f"{file} is cut off, expected {needed} bytes for {count} rows, got {there}")
 
 
 def _set_rows(path: Path, count: int) -> None:

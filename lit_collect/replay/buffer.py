@@ -17,7 +17,7 @@ from lit_collect.replay.compact import LinkedSuccessors, linked_keys
 from lit_collect.replay.intake import Intake
 from lit_collect.replay.layout import RowLayout
 from lit_collect.replay.names import resolve_storage
-from lit_collect.replay.reading import RowAccess, addressed, mark_slices
+from lit_collect.replay.reading import RowAccess, addressed, as_positions, mark_slices, places_of
 from lit_collect.replay.rows import StoredRows
 from lit_collect.replay.samplers import Drawn, Sampler, resolve_sampler
 from lit_collect.replay.settings import check_fit, check_transforms
@@ -212,6 +212,7 @@ class ReplayBuffer:
         Raises:
             ValueError: if a priority is negative or not finite, if they are not as many as rows, or a position is
                 out of range.
+            TypeError: if positions are no integers; a mask is none.
         """
         with self._storage.use():
             self._catch_up()
@@ -223,18 +224,21 @@ class ReplayBuffer:
 
         Raises:
             IndexError: if there is no row at a position.
+            TypeError: if positions are no integers; a mask is none.
         """
         with self._storage.use():
             self._catch_up()
             if isinstance(positions, slice):
                 wanted = np.arange(*positions.indices(self._rows.extent))
             else:
-                wanted = np.asarray(positions, np.int64)
+                wanted = as_positions(positions)
             bad = ~self._rows.is_valid(np.where(wanted < 0, self.capacity, wanted))
             if bad.any():
                 raise IndexError(
-                    f"there is no row at position {int(wanted[bad].flat[0])} : expected 0 to {self._rows.extent - 1}"
+                    f"there is no row at position {int(wanted[bad].flat[0])} : expected {places_of(self._rows)}"
                 )
+            if self._storage.layout is None:
+                raise IndexError("there are no rows yet, and nobody knows their keys; extend the buffer before")
             rows: TensorDictBase = self._access.take(wanted.reshape(-1))
             return rows.reshape(wanted.shape)
 
@@ -270,6 +274,11 @@ class ReplayBuffer:
     def has_priorities(self) -> bool:
         """Whether `update_priority` does something."""
         return self._sampler.has_priorities
+
+    @property
+    def runs_out(self) -> bool:
+        """Whether `can_sample` may come to be False without a write: samples use rows up, or they become too old."""
+        return self._sampler.runs_out
 
     @property
     def learner_version(self) -> int:
@@ -343,6 +352,8 @@ class ReplayBuffer:
             state["random"] = self._rng.bit_generator.state
             state["sampled"], state["age_sum"] = self._sampled, self._age_sum
             state["learner_version"] = self._learner_version
+            if not self._rows.in_order:
+                state["serials"] = torch.from_numpy(self._rows.serials(np.arange(self._rows.extent)))
             if self._successors is not None:
                 state["successors"] = self._successors.state_dict(self._rows.extent)
             return state
@@ -366,6 +377,8 @@ class ReplayBuffer:
             if self._successors is not None and "successors" in state:
                 self._successors.load_state_dict(state["successors"])
             self._catch_up()
+            if "serials" in state:
+                self._rows.know_serials(state["serials"].numpy())
             if not self._writer.in_order:
                 self._writer.reopen(self[:] if self._rows.extent else _NO_ROWS)
             self._sampler.load_state_dict(state["sampler"])

@@ -1,13 +1,17 @@
 """`ReplayConfig`: a replay buffer as settings, from which whoever needs it builds its own."""
 
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Literal
 
 from lit_collect.config import at_least, nearest_multiples, one_of
 from lit_collect.replay.buffer import ReplayBuffer
-from lit_collect.replay.samplers import Sampler
+from lit_collect.replay.names import resolve_storage
+from lit_collect.replay.samplers import Sampler, resolve_sampler
+from lit_collect.replay.settings import check_fit, check_transforms
 from lit_collect.replay.storage import MemoryStorage, Storage
 from lit_collect.replay.transforms import SampleTransform
+from lit_collect.replay.writers import resolve_writer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ class ReplayConfig:
 
         Raises:
             ValueError: naming the setting and the value.
-            TypeError: if the transforms are no sequence.
+            TypeError: if a setting is of the wrong kind.
         """
         at_least("replay.capacity", self.capacity, 1)
         at_least("replay.batch_size", self.batch_size, 1)
@@ -71,6 +75,11 @@ class ReplayConfig:
                 f"replay.min_frames must be at most capacity={self.capacity}, got {self.min_frames}; there would never "
                 f"be a sample"
             )
+        folder: object = self.path
+        if isinstance(folder, PurePath):  # checkpoints of data modules hold plain data alone
+            object.__setattr__(self, "path", str(folder))
+        elif folder is not None and not isinstance(folder, str):
+            raise TypeError(f"replay.path must be the path of a folder or None, got {folder!r}")
         if (self.storage == "mapped") != (self.path is not None):
             raise ValueError(
                 f"replay.path is the folder of storage='mapped' : expected both or neither, got storage="
@@ -79,7 +88,15 @@ class ReplayConfig:
         given: object = self.transforms  # YAML gives lists
         if not isinstance(given, (tuple, list)):
             raise TypeError(f"replay.transforms must be a sequence, got {given!r}; use a tuple")
-        object.__setattr__(self, "transforms", tuple(given))
+        object.__setattr__(self, "transforms", check_transforms(given))
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Raise where the buffer would, which is built long after."""
+        sampler = resolve_sampler(self.sampler, slice_len=self.slice_len)
+        sampler.check_batch_size(self.batch_size)
+        storage = resolve_storage(self.storage, self.path)
+        check_fit(sampler, resolve_writer("ring"), storage, self.transforms, compact_obs=False)
 
     @property
     def in_memory(self) -> bool:

@@ -43,6 +43,11 @@ class Sampler(ABC):
     has_priorities: ClassVar[bool] = False
     """Whether `update_priority` does something."""
 
+    @property
+    def runs_out(self) -> bool:
+        """Whether there may be no sample any more although there was one since rows were written."""
+        return False
+
     def check_batch_size(self, batch_size: int) -> None:
         """Raise if samples of that many rows cannot be.
 

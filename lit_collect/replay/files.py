@@ -79,8 +79,9 @@ class FileStorage(Storage):
         self.capacity = 0
         self.layout = None
         self._mapped_bytes = mapped_bytes
-        self._descriptor = -1  # with the lock
-        self._paged_descriptor = -1
+        self._files: dict[str, int] = {}  # descriptors; "lock" is there while this is open
+        # Memory without a name is there as long as a descriptor is: of a storage that nobody closed, for good.
+        weakref.finalize(self, _close_all, self._files).atexit = False
         self._head: mmap.mmap | None = None
         self._numbers = memoryview(bytearray(HEAD_BYTES)).cast("q")
         self._body: mmap.mmap | None = None
@@ -128,7 +129,7 @@ class FileStorage(Storage):
         """See `Storage.open`."""
         common.check_capacity(self.capacity, capacity)
         if self._descriptor < 0:
-            self._descriptor = self._open_file()
+            self._files["lock"] = self._open_file()
             try:
                 self._wait_for_lock()
                 self._open_head(capacity)
@@ -219,10 +220,7 @@ class FileStorage(Storage):
                 with suppress(BufferError):  # views are still held; the last of them takes the memory along
                     memory.close()
         self._body = self._head = None
-        for descriptor in (self._descriptor, self._paged_descriptor):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._descriptor = self._paged_descriptor = -1
+        _close_all(self._files)
 
     def lock(self) -> None:
         """Keep other processes out, and see what they did. `use` does it.
@@ -248,9 +246,14 @@ class FileStorage(Storage):
     def renew(self) -> None:
         """Give this process, which was forked, a lock of its own; the other one's would let it in at any time."""
         inherited = self._descriptor
-        self._descriptor = self._open_file()
+        self._files["lock"] = self._open_file()
         os.close(inherited)
         self._lock = FileLock(self)
+
+    @property
+    def _descriptor(self) -> int:
+        """With the lock; -1 while this is not open."""
+        return self._files.get("lock", -1)
 
     def _wait_for_lock(self) -> None:
         deadline = time.monotonic() + common.DEADLINE_S
@@ -326,7 +329,13 @@ class FileStorage(Storage):
 
     def _described(self) -> RowLayout:
         assert self._head is not None
-        return RowLayout.from_description(json.loads(self._head[_TEXT_AT : _TEXT_AT + self._numbers[_TEXT_BYTES]]))
+        try:
+            return RowLayout.from_description(json.loads(self._head[_TEXT_AT : _TEXT_AT + self._numbers[_TEXT_BYTES]]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{self._place} is damaged : expected the keys of its rows in its head, got {error}; choose another "
+                "path, or remove it"
+            ) from error
 
     def _marks_bytes(self) -> int:
         """Room for one byte for each row, such that the records begin at a page."""
@@ -336,7 +345,10 @@ class FileStorage(Storage):
         size = self._marks_bytes() + self.capacity * layout.dtype.itemsize
         there = os.fstat(self._descriptor).st_size
         if there < HEAD_BYTES + size:
-            raise ValueError(f"{self._place} is cut off : expected {HEAD_BYTES + size} bytes, got {there}")
+            raise ValueError(
+                f"{self._place} is cut off : expected {HEAD_BYTES + size} bytes, got {there}; bring the whole file, or "
+                "remove it"
+            )
         memory_descriptor = self._open_file()
         try:
             self._body = mmap.mmap(memory_descriptor, size, offset=HEAD_BYTES)
@@ -347,10 +359,10 @@ class FileStorage(Storage):
         if self._mapped_bytes is None or opaque.nbytes <= self._mapped_bytes:
             self._opaque = opaque
         else:
-            self._paged_descriptor = self._open_file()
+            self._files["rows"] = self._open_file()
             begin = HEAD_BYTES + self._marks_bytes()
             self._opaque = PagedRows(
-                descriptor=self._paged_descriptor, offset=begin, dtype=layout.opaque, count=self.capacity
+                descriptor=self._files["rows"], offset=begin, dtype=layout.opaque, count=self.capacity
             )
         self._records = opaque.view(layout.dtype)
         self.layout = layout
@@ -374,10 +386,11 @@ class FileStorage(Storage):
             _reserve(self._descriptor, size)
         except OSError as error:
             os.ftruncate(self._descriptor, there)
+            why = os.strerror(error.errno or errno.ENOSPC)
             raise OSError(
                 error.errno,
                 f"no room for a replay buffer of {capacity} rows in {self._place} : expected {size} bytes, got {free} "
-                "bytes free; nothing was written, so make room, lower the capacity or choose another place",
+                f"bytes free ({why}); nothing was written, so make room, lower the capacity or choose another place",
             ) from error
 
 
@@ -390,6 +403,12 @@ def _reserve(descriptor: int, size: int) -> None:
     position = os.fstat(descriptor).st_size
     while position < size:
         position += os.pwrite(descriptor, chunk[: size - position], position)
+
+
+def _close_all(files: dict[str, int]) -> None:
+    """Close descriptors, each once."""
+    while files:
+        os.close(files.popitem()[1])
 
 
 def _renew_all() -> None:

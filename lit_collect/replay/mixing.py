@@ -71,6 +71,11 @@ class MixedBuffer:
         return bool(getattr(self.online, "takes_batches", False))
 
     @property
+    def runs_out(self) -> bool:
+        """Whether `can_sample` may come to be False without a write."""
+        return any(getattr(buffer, "runs_out", False) for buffer in (self.online, self.offline))
+
+    @property
     def learner_version(self) -> int:
         """Version of the weights that learn, from which the staleness of rows is counted."""
         return int(getattr(self.online, "learner_version", 0))

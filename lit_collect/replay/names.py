@@ -18,8 +18,8 @@ def resolve_storage(storage: str | Storage, path: str | Path | None = None) -> S
         TypeError: for anything else.
     """
     if isinstance(storage, str) and storage == "mapped":
-        if path is None:
-            raise ValueError("storage='mapped' lacks its path : expected a folder, got None; give path=...")
+        if path is None or path == "":
+            raise ValueError(f"storage='mapped' lacks its path : expected a folder, got {path!r}; give path=...")
         return MappedStorage(path)
     if path is not None:
         raise ValueError(

@@ -254,7 +254,8 @@ class Priorities:
                 f"the state is of another prioritized sampler : expected alpha={self.alpha} and "
                 f"{len(self._tree.values)} rows, got alpha={alpha} and {len(values)} rows"
             )
-        self._tree.set(np.arange(len(values)), values)
+        there = self._tree.values > 0  # rows that were written after the state are not
+        self._tree.set(np.arange(len(values)), np.where(there, values, 0.0))
         self.largest = float(state["max_priority"])
 
     def _scaled(self, priorities: NDArray[np.float64]) -> NDArray[np.float64]:

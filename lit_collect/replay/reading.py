@@ -1,5 +1,7 @@
 """`RowAccess`: whole rows of a buffer by position; what is marked at the edges of slices; whose priorities they are."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -119,12 +121,12 @@ def addressed(
         written = serials.cpu().reshape(-1).numpy()
         positions = places.cpu().reshape(-1).numpy()
     else:
-        positions = torch.as_tensor(index).cpu().long().reshape(-1).numpy()
+        positions = as_positions(index).reshape(-1)
         bad = (positions < 0) | (positions >= rows.extent)
         if bad.any():
             raise ValueError(
-                f"there is no row at position {positions[bad][0]} : expected 0 to {rows.extent - 1}; give the 'index' "
-                f"of a sample, or the sample"
+                f"there is no row at position {positions[bad][0]} : expected {places_of(rows)}; give the 'index' of a "
+                f"sample, or the sample"
             )
     if len(priorities) != len(positions):
         raise ValueError(f"priorities must be one for each row : expected {len(positions)}, got {len(priorities)}")
@@ -132,6 +134,29 @@ def addressed(
         return positions, priorities
     there = np.flatnonzero((positions >= 0) & (rows.serials(positions) == written))
     return positions[there], priorities[there]
+
+
+def as_positions(index: Any) -> np.ndarray:
+    """Positions as an array, of the same shape.
+
+    Args:
+        index: integers in whatever holds them.
+
+    Raises:
+        TypeError: if they are none: what a mask or a fraction would be as a position is some other row.
+    """
+    values = index.detach().cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
+    if values.size and values.dtype.kind not in "iu":
+        raise TypeError(
+            f"positions must be integers, got {f'{values.dtype}' if values.dtype.kind in 'bfc' else repr(index)}; of a "
+            f"mask give its nonzero entries"
+        )
+    return values.astype(np.int64)
+
+
+def places_of(rows: StoredRows) -> str:
+    """Where rows lie, for a message."""
+    return f"0 to {rows.extent - 1}" if rows.extent else "none, since the buffer is empty"
 
 
 def mark_slices(sample: TensorDictBase, positions: np.ndarray, *, padded: bool) -> None:

@@ -71,6 +71,18 @@ class StoredRows:
         """Whether rows replaced the oldest ones, so that it is known which followed which."""
         return self._serials is None
 
+    def know_serials(self, serials: NDArray[np.int64]) -> None:
+        """Take from a state which row lies where, for a writer that chooses places of its own.
+
+        Args:
+            serials: [extent], as `serials` gave them.
+        """
+        self._serials = np.full(self.capacity, -1, np.int64)
+        self._serials[: self._extent] = serials
+        self._holes = self._serials < 0
+        self._num_holes = int(self._holes[: self._extent].sum())
+        self._boundaries, self._linked = None, 0
+
     @property
     def boundaries(self) -> Boundaries:
         """Which rows follow each other, as far as rows are known from the last look.

@@ -45,6 +45,11 @@ class ConsumingSampler(Sampler):
         )  # of each position: where it stands among them; -1 if it does not
         self._uses = np.empty(0, np.int32)
 
+    @property
+    def runs_out(self) -> bool:
+        """Rows are used up."""
+        return True
+
     def begin(self, rows: StoredRows) -> None:
         """No row may be drawn."""
         self.num_left = 0
@@ -88,10 +93,11 @@ class ConsumingSampler(Sampler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the rows that were left."""
         left = state["left"].numpy()
+        left = left[self._place[left] >= 0]  # rows that were written after the state are not there
         self.num_left = len(left)
         self._place[:] = -1
         self._left[: len(left)], self._place[left] = left, np.arange(len(left))
-        self._uses[left] = state["uses"].numpy()
+        self._uses[state["left"].numpy()] = state["uses"].numpy()
 
     def _remove(self, positions: Positions) -> None:
         """Take rows out; the last ones take their places."""
@@ -147,6 +153,11 @@ class StalenessSampler(Sampler):
         self.weight = weight
         self._runs = _Runs()
         self._table: tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]] | None = None
+
+    @property
+    def runs_out(self) -> bool:
+        """Rows become too old with new versions of the weights."""
+        return self.max_staleness is not None
 
     def begin(self, rows: StoredRows) -> None:
         """No version is known."""

@@ -1,7 +1,11 @@
 """A replay buffer between the collector and the trainer: ratios, warm-up, exact rows, resuming, going on meanwhile."""
 
+import copy
+import pickle
+import threading
 from functools import partial
 
+import lightning as L
 import pytest
 import torch
 
@@ -17,6 +21,8 @@ from lit_collect import (
     TrajectoryConfig,
     UpdateConfig,
 )
+from lit_collect.ahead import Ahead
+from lit_collect.replay import ConsumingSampler, StalenessSampler
 from lit_collect.testing import CountingEnv
 
 pytestmark = pytest.mark.timeout(120)
@@ -104,6 +110,28 @@ def test_samples_wait_until_there_is_a_slice_to_make(learner, trainer_with):
     trainer_with(max_epochs=-1).fit(model, datamodule=data)
     assert 0 < len(model.batches) < len(data.train_dataloader())
     assert all(sample.batch_size == (2, 7) for sample in model.batches)
+
+
+def test_batch_of_which_all_rows_were_used_gives_no_more_samples(learner, trainer_with):
+    # three samples of 5 rows in 16 frames, of which one is left each time; the last batch has 8 frames
+    data = data_of(ReplayConfig(capacity=200, batch_size=5, sampler=ConsumingSampler()), total_frames=40)
+    model = learner()
+    trainer_with(max_epochs=-1).fit(model, datamodule=data)
+    assert len(model.batches) == 3 + 3 + 2
+    assert data.frames_total == 40
+    used = torch.cat([sample["collector", "written"] for sample in model.batches])
+    assert len(used.unique()) == len(used) == 40
+
+
+def test_rows_that_become_too_old_between_samples_are_not_waited_for():
+    buffer = ReplayBuffer(100, batch_size=4, sampler=StalenessSampler(max_staleness=0), seed=0)
+    with Collector(MAKERS, frames_per_batch=8, total_frames=16, replay_buffer=buffer) as collector:
+        samples = 0
+        for _ in CollectorDataset(collector, updates=UPDATES):
+            samples += 1
+            collector.increment_version()
+            buffer.learner_version = collector.policy_version
+    assert samples == 2  # one of each batch
 
 
 def test_budget_in_which_no_slice_could_be_made_is_an_error(learner, trainer_with):
@@ -218,6 +246,24 @@ def test_fit_that_is_resumed_goes_on_with_the_same_buffer(storage, learner, trai
     again.close()
 
 
+def test_fit_that_is_resumed_although_its_rows_are_gone_begins_with_new_ones(learner, trainer_with, tmp_path):
+    replay = ReplayConfig(capacity=32, batch_size=8, storage="mapped", path=str(tmp_path / "rows"))
+    data = data_of(replay)
+    trainer = trainer_with(max_steps=7)  # in the middle of the samples of batch 3
+    trainer.fit(learner(), datamodule=data)
+    trainer.save_checkpoint(tmp_path / "at7.ckpt")
+    for _ in range(2):  # batches of a time that is taken back: nothing is left in the files of what was there
+        data.replay_buffer.extend(data.replay_buffer[torch.arange(32)])
+    data.close()
+
+    again = data_of(replay)
+    model = learner()
+    trainer_with(max_epochs=-1).fit(model, datamodule=again, ckpt_path=tmp_path / "at7.ckpt", weights_only=True)
+    assert again.frames_total == again.replay_buffer.write_count == 320
+    assert len(model.batches) == 3 * 17
+    again.close()
+
+
 def assert_equal(one, other) -> None:
     assert type(one) is type(other)
     if isinstance(one, dict):
@@ -247,6 +293,16 @@ def test_background_is_refused_where_it_cannot_be(learner, trainer_with):
         data._supply._check_alone()
 
 
+@pytest.mark.parametrize(("options", "replay"), [BACKENDS[1], BACKENDS[4]])
+def test_rows_of_the_background_were_acted_by_the_weights_that_they_name(options, replay, learner, trainer_with):
+    data = data_of(ReplayConfig(capacity=400, batch_size=8, **replay), **options)
+    trainer_with(max_epochs=-1).fit(learner(), datamodule=data)
+    rows = data.replay_buffer[torch.arange(320)]
+    # each optimizer step lowers the weight by 1 and is published
+    assert torch.equal(-rows["weight"].squeeze(-1), rows["collector", "policy_version"].float())
+    assert rows["collector", "policy_version"].max() > 10
+
+
 def test_collector_in_the_background_waits_for_the_learner(learner, trainer_with):
     ahead = []
 
@@ -259,6 +315,27 @@ def test_collector_in_the_background_waits_for_the_learner(learner, trainer_with
     data = data_of(ReplayConfig(capacity=200, batch_size=8, background=True))
     trainer_with(max_epochs=-1).fit(Watching(), datamodule=data)
     assert max(ahead) <= 32  # one batch waits, one is being made
+
+
+def test_batch_that_is_on_its_way_from_the_background_was_not_handed_out():
+    made, on_its_way, may_arrive = [], threading.Event(), threading.Event()
+
+    def held_back(batch):
+        made.append(batch)
+        if len(made) == 2:
+            on_its_way.set()
+            assert may_arrive.wait(30)
+        return batch
+
+    ahead = Ahead()
+    options = {"frames_per_batch": 8, "total_frames": 64, "replay_buffer": ahead, "hooks": {"postproc": held_back}}
+    with Collector(MAKERS, **options) as collector:
+        ahead.start(collector)
+        assert ahead.take(lambda: None)[0].numel() == 8
+        assert on_its_way.wait(30)
+        state = ahead.counted_out(collector.state_dict())
+        may_arrive.set()
+    assert (state["frames_yielded"], state["batches"]) == (8, 1)
 
 
 def test_what_goes_wrong_in_the_background_ends_the_fit(learner, trainer_with):
@@ -276,3 +353,47 @@ def test_what_goes_wrong_in_the_background_ends_the_fit(learner, trainer_with):
     )
     with pytest.raises(Exception, match="the door is locked"):
         trainer_with(max_epochs=-1).fit(learner(), datamodule=data)
+
+
+def test_trajectories_of_the_background_are_all_handed_out(learner, trainer_with):
+    options = {"total_frames": 320, "trajectories": TrajectoryConfig(trajs_per_batch=3)}
+    data = data_of(ReplayConfig(capacity=400, batch_size=8, background=True), **options)
+
+    class Slow(learner):
+        def training_step(self, batch, batch_idx):
+            supply = self.trainer.datamodule._supply
+            while supply.collector.is_running and supply._ahead.wait_for_room(0.01):
+                pass  # until a batch waits, or there will be none
+            return super().training_step(batch, batch_idx)
+
+    trainer_with(max_epochs=-1).fit(Slow(), datamodule=data)
+    counts = data.statistics()
+    assert counts["frames_stepped"] == 320
+    assert counts["frames_yielded"] == data.frames_total == len(data.replay_buffer)
+    assert counts["frames_dropped"] == 320 - data.frames_total
+    assert data.progress == 1.0
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))])
+def test_copy_of_a_data_module_has_a_buffer_of_its_own(duplicate, learner, trainer_with):
+    data = data_of()
+    other = duplicate(data)
+    for each in (data, other):
+        trainer_with(max_epochs=-1).fit(learner(), datamodule=each)
+    assert other.replay_buffer is not data.replay_buffer
+    assert len(other.replay_buffer) == len(data.replay_buffer) == 200
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_state_of_before_the_first_batch_is_of_no_rows(background, learner, trainer_with, tmp_path):
+    data = data_of(ReplayConfig(capacity=400, batch_size=8, background=background))
+    before = copy.deepcopy(data.state_dict())
+
+    class GoBack(L.Callback):  # as Lightning's tuner does, within a fit
+        def on_train_end(self, trainer, pl_module):
+            data.load_state_dict(before)
+
+    trainer_with(max_epochs=-1, max_steps=9, callbacks=[GoBack()]).fit(learner(), datamodule=data)
+    assert (data.frames_total, len(data.replay_buffer)) == (0, 0)
+    trainer_with(max_epochs=-1).fit(learner(), datamodule=data)
+    assert data.frames_total == len(data.replay_buffer) == 320

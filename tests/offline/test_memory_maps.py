@@ -99,6 +99,19 @@ def test_rows_are_found_that_were_cut_off_while_being_counted(tmp_path, deep):
     writer.close()
 
 
+@pytest.mark.parametrize("name", ["action.memmap", "next/reward.memmap", "next/deep/x.memmap"])
+@pytest.mark.parametrize("bytes_left", [0, 7, None])
+def test_files_that_are_cut_off_are_told_and_not_filled_up(tmp_path, name, bytes_left):
+    with RowWriter(tmp_path / "rows", {}) as writer:
+        writer.write(rows(0, 5))
+    file = tmp_path / "rows" / name
+    file.write_bytes(file.read_bytes()[:bytes_left]) if bytes_left is not None else file.unlink()
+    there = bytes_left or 0
+    with pytest.raises(LitCollectError, match=rf"{name} is cut off, expected \d+ bytes for 5 rows, got {there} "):
+        read_rows(tmp_path / "rows")
+    assert (file.stat().st_size if file.is_file() else 0) == there
+
+
 def test_full_disk_is_told_and_loses_nothing(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     writer = RowWriter(tmp_path, {})

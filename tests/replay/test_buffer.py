@@ -300,6 +300,30 @@ def test_getitem_then_has_the_shape_of_the_positions():
 # --- life -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "index", [torch.tensor([True, False]), torch.tensor([1.7]), [0.5, 1.0], "action", None, ...], ids=repr
+)
+def test_positions_that_are_no_integers_then_are_refused_and_no_other_rows_meant(index):
+    buffer = ReplayBuffer(4, batch_size=2, sampler="prioritized", seed=0)
+    buffer.extend(numbered(3))
+    with pytest.raises(TypeError, match="positions must be integers, got"):
+        buffer[index]
+    with pytest.raises(TypeError, match="positions must be integers, got"):
+        buffer.update_priority(index, torch.zeros(2))
+    assert buffer._sampler.state_dict()["priorities"][:3].tolist() == [pytest.approx(1, abs=1e-5)] * 3
+
+
+def test_getitem_of_an_empty_buffer_then_says_that_it_is_empty():
+    buffer = ReplayBuffer(4, batch_size=2)
+    with pytest.raises(IndexError, match="expected none, since the buffer is empty"):
+        buffer[0]
+    with pytest.raises(IndexError, match="there are no rows yet"):
+        buffer[:]
+    buffer.extend(numbered(3))
+    buffer.empty()
+    assert buffer[:]["action"].shape == (0,)
+
+
 def test_empty_then_forgets_rows_and_trajectories():
     buffer = ReplayBuffer(8, seed=0, sampler=SliceSampler(2))
     buffer.extend(numbered(8))

@@ -107,6 +107,22 @@ def test_state_of_mapped_rows_then_samples_are_the_same(sampler, tmp_path):
             same(resumed.sample(), sample)
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_mapped_rows_of_after_the_state_then_are_never_sampled(sampler, tmp_path):
+    buffer = ReplayBuffer(48, 8, sampler=SAMPLERS[sampler], storage="mapped", path=tmp_path, seed=1)
+    buffer.extend(rows(0, 40))
+    buffer.extend(rows(40, 30))
+    buffer.sample()
+    state = saved(buffer.state_dict())
+    buffer.extend(rows(900, 18))  # over rows 22 to 39
+    buffer.close()
+    with ReplayBuffer(48, 8, sampler=SAMPLERS[sampler], storage="mapped", path=tmp_path) as resumed:
+        resumed.load_state_dict(state)
+        assert len(resumed) == 30
+        seen = torch.cat([resumed.sample()["observation"].flatten() for _ in range(60)])
+        assert set(seen.tolist()) <= set(range(40, 70))
+
+
 def test_state_then_is_not_changed_by_what_the_buffer_does():
     buffer, other = ReplayBuffer(16, 8, seed=0), ReplayBuffer(16, 8, seed=3)
     buffer.extend(rows(0, 16))

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import gc
 import os
 import pickle
 import resource
@@ -173,6 +174,19 @@ def test_shared_memory_leaves_no_descriptor(opened):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("kind", [SharedStorage, lambda: MappedStorage("rows", 0)], ids=["shared", "mapped"])
+def test_storage_that_nobody_closed_leaves_no_descriptor_when_it_is_gone(kind):
+    before = len(os.listdir("/proc/self/fd"))
+    storage = kind()
+    storage.open(CAPACITY)
+    storage.begin(LAYOUT)
+    write(storage, 0, 5)
+    assert len(os.listdir("/proc/self/fd")) > before
+    del storage
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_shared_memory_without_the_system_call_is_a_file_that_its_maker_takes_away(opened, tmp_path, monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -267,6 +281,16 @@ def test_mapped_file_that_is_cut_off_is_refused(opened):
     opened().close()
     os.truncate("rows/rows.bin", HEAD_BYTES + 100)
     with pytest.raises(ValueError, match=rf"is cut off : expected \d+ bytes, got {HEAD_BYTES + 100}"):
+        opened(begin=False)
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe\xfd", b"nothing", b"[1, 2", b"[1,2]           "], ids=repr)
+def test_mapped_file_with_a_damaged_head_is_refused(opened, damage):
+    opened().close()
+    content = Path("rows/rows.bin").read_bytes()
+    at = content.index(b'{"leaves')
+    Path("rows/rows.bin").write_bytes(content[:at] + damage + content[at + len(damage) :])
+    with pytest.raises(ValueError, match="rows is damaged : expected the keys of its rows in its head"):
         opened(begin=False)
 
 

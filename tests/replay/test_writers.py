@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from lit_collect import FrameContractError
-from lit_collect.replay import BestWriter, NStep, ReplayBuffer, SliceSampler
+from lit_collect.replay import BestWriter, NStep, ReplayBuffer, SliceSampler, WithoutReplacementSampler
 
 
 def scored(*scores):
@@ -48,6 +48,18 @@ def test_best_writer_then_holds_the_best_of_all_that_came(batches, capacity):
         assert torch.equal(buffer[kept]["name"], scored(*batch)["name"][torch.from_numpy(positions >= 0)])
         assert sorted(buffer[:]["name"].tolist()) == sorted(sorted(came)[-capacity:])
         assert set(buffer.sample(32)["name"].tolist()) <= set(came)
+
+
+def test_best_writer_after_loading_then_rows_are_as_old_as_they_were():
+    sampler = WithoutReplacementSampler(shuffle=False)  # the oldest first
+    buffer, other = best(3, batch_size=3, sampler=sampler), best(3, batch_size=3, sampler=sampler)
+    for score in (5, 1, 4, 2, 3):
+        buffer.extend(scored(score))
+    other.load_state_dict(buffer.state_dict())
+    for each in (buffer, other):
+        sample = each.sample()
+        assert sample["name"].tolist() == [5, 4, 3]
+        assert sample["collector", "written"].tolist() == [0, 2, 4]
 
 
 def test_best_writer_after_loading_then_goes_on():

@@ -333,7 +333,7 @@ def test_resumed_run_ends_with_the_same_weights_targets_and_epsilon(tmp_path):
         torch.testing.assert_close(ours, theirs, msg=name)
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
 def test_fit_runs_in_other_precisions(precision, tmp_path):
     model = dqn(dueling=True)
     trainer_in(tmp_path, precision=precision).fit(model, datamodule=Samples(updates=4))
