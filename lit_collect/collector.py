@@ -20,6 +20,7 @@ from lit_collect.hooks import Hooks, Output
 from lit_collect.ledger import Ledger
 from lit_collect.profiling import ProfileConfig
 from lit_collect.publishing import Inlet
+from lit_collect.replay.config import ReplayConfig
 from lit_collect.schemes import WeightReceiver, WeightSyncScheme
 from lit_collect.seeding import Placement, resolve_entropy
 from lit_collect.stream import Stream
@@ -85,6 +86,8 @@ class Collector:
         source, backend, hooks = resolve_env(env), resolve_backend(backend), Hooks.of(hooks)
         copies = num_envs if num_envs is not None else source.copies(backend.num_collectors) or backend.num_collectors
         check_frames(frames_per_batch, total_frames, copies, copies)
+        if isinstance(replay_buffer, ReplayConfig):
+            replay_buffer.check_holds(frames_per_batch)
         storage = usable(devices.storage, "devices.storage")
         place = seed if isinstance(seed, Placement) else Placement(entropy=resolve_entropy(seed))
         self._replay = ReplayTarget(replay_buffer, compact_obs=rollout.compact_obs, seed=place.replay_seed)

@@ -344,7 +344,7 @@ class CollectorDataModule(L.LightningDataModule):
         state = self._supply.state_dict()
         if self._replaying is not None:
             # Lightning asks a loader for its state only while it is used
-            state.update(replay=self._replaying.state_dict(), due=self._stream.due)
+            state.update(replay=self._replaying.state_dict(), **self._stream.feed.state_dict())
         return state
 
     @override
@@ -353,7 +353,7 @@ class CollectorDataModule(L.LightningDataModule):
         self._supply.load_state_dict(state_dict)
         if self._replaying is not None:
             self._replaying.load_state_dict(state_dict.get("replay"))
-            self._stream.resume(state_dict.get("due", 0))
+            self._stream.feed.load_state_dict(state_dict)
 
     @override
     def teardown(self, stage: str) -> None:

@@ -39,7 +39,8 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
 
     `iter` does nothing until the first batch is asked for, and goes on where the stream was left. A batch is
     collected after the last minibatch of the one before it was taken, so that data are on-policy. An epoch that is cut
-    short within a batch (`limit_train_batches`), or resumed there, leaves the rest of that batch out.
+    short within a batch (`limit_train_batches`), or resumed there, leaves the rest of that batch out (but no samples of
+    a replay buffer, which come first in the next one).
 
     If the source writes to a replay buffer that can be sampled, it gives `UpdateConfig.updates_per_batch` samples for
     each collected batch instead, once there are rows enough.
@@ -125,27 +126,23 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         return self._source.frames_left == 0
 
     @property
-    def due(self) -> int:
-        """Minibatches, or samples, of the last batch that are still to come."""
-        return self._feed.due
-
-    @property
     def samples(self) -> int:
         """Samples of a replay buffer that were handed out."""
         return self._feed.samples
 
-    def resume(self, due: int) -> None:
-        """Go on with so many samples of the last batch still to come."""
-        self._feed.resume(due)
+    @property
+    def feed(self) -> Feed:
+        """What becomes of a batch; in a checkpoint also where no loader is asked for its state."""
+        return self._feed
 
     def state_dict(self) -> dict[str, Any]:
         """Where the running epoch stands."""
-        return {"delivered": self._delivered % len(self), "due": self._feed.due}
+        return {"delivered": self._delivered % len(self), **self._feed.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue an epoch: the minibatches that were left of it are made of batches that are collected anew."""
         self._resumed_at = state["delivered"]
-        self._feed.resume(state.get("due", 0))
+        self._feed.load_state_dict(state)
 
     def _epoch(self) -> Iterator[TensorDictBase]:
         length, feed = len(self), self._feed
@@ -153,15 +150,15 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         begins_at = self._delivered
         for piece in feed.left_over():
             yield self._counted(piece)
+        if self._delivered > begins_at and (self._source.frames_left == 0 or self._delivered >= length):
+            return  # what was left over was all
         if self._source.frames_left == 0:
-            if self._delivered > begins_at:  # what was left over was all
-                return
             raise BudgetSpentError(
                 "an epoch was asked for although all of total_frames have been collected; raise the budget to go on "
                 "with a run that had ended, and let a run end with its frames (no min_epochs, no min_steps)"
             )
         begun = self._delivered % feed.count(self._source.frames_per_batch)  # not 0 only after a resume
-        while self._delivered < length and self._source.frames_left != 0:
+        while True:
             try:
                 batch = self._source.collect()
             except BudgetSpentError:  # what was left made no whole trajectory
@@ -169,6 +166,8 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
             for piece in feed.of(batch, begun):
                 yield self._counted(piece)
             begun = 0
+            if self._delivered >= length or self._source.frames_left == 0:
+                break
         if self._source.frames_left == 0:
             feed.finish()
 

@@ -1,7 +1,7 @@
 """What a learner is given for each collected batch: minibatches of it, or samples of a replay buffer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,8 +30,12 @@ class Feed(ABC):
         """How many batches give none at first."""
         return 0
 
-    def resume(self, due: int) -> None:  # noqa: B027 (minibatches are made of a batch that is not there any more)
-        """Go on where an earlier run was left, with so many pieces of its last batch still to come."""
+    def state_dict(self) -> dict[str, int]:
+        """What of the last batch is still to come, as far as it will be there."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:  # noqa: B027 (of minibatches the batch is gone)
+        """Go on where an earlier run was left."""
 
     def finish(self) -> None:  # noqa: B027 (minibatches can be made of any batch)
         """The budget is spent.
@@ -104,8 +108,8 @@ class Minibatches(Feed):
 class Samples(Feed):
     """A number of samples from a replay buffer for each batch, which was written to it before.
 
-    Batches give none until there are `min_frames` rows, and rows that the buffer can make a sample of. Where samples use
-    rows up, or these become too old, a batch gives no more than there are.
+    Batches give none until there are `min_frames` rows, and rows that the buffer can make a sample of. Where samples
+    use rows up, or these become too old, a batch gives no more than there are.
 
     Args:
         buffer: gives the buffer, anything with ``sample``, once it is needed.
@@ -137,9 +141,13 @@ class Samples(Feed):
         """See `Feed.warm_up`."""
         return max(-(-self._min_frames // frames_per_batch) - 1, 0)
 
-    def resume(self, due: int) -> None:
-        """See `Feed.resume`."""
-        self.due, self._resumed = due, True
+    def state_dict(self) -> dict[str, int]:
+        """See `Feed.state_dict`."""
+        return {"due": self.due}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """See `Feed.load_state_dict`."""
+        self.due, self._resumed = state.get("due", 0), True
 
     def finish(self) -> None:
         """See `Feed.finish`."""

@@ -139,9 +139,10 @@ class Replaying:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Of a buffer of ours; None of any other, which whoever made it saves."""
-        if self._target is None or not self._is_ours:
+        buffer = self._given if self._target is None else self._target.buffer
+        if not self._is_ours or isinstance(buffer, ReplayConfig):
             return self._state
-        return {**self._target.buffer.state_dict(), "rank": self._rank, "write_counts": list(self._counts)}
+        return {**buffer.state_dict(), "rank": self._rank, "write_counts": list(self._counts)}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on with what a buffer held."""
@@ -184,7 +185,4 @@ def _check_fit(config: ReplayConfig, plan: Plan) -> None:
             f"replay.min_frames must be below total_frames={plan.total_frames}, got {config.min_frames}; there would "
             f"never be a sample"
         )
-    if plan.frames_per_batch > config.capacity:
-        raise ValueError(
-            f"replay.capacity must hold a batch of frames_per_batch={plan.frames_per_batch}, got {config.capacity}"
-        )
+    config.check_holds(plan.frames_per_batch)

@@ -82,7 +82,7 @@ class ReplayTarget:
         self, given: Any, *, compact_obs: bool = False, seed: int | None = None, subfolder: str | None = None
     ) -> None:
         self.config = given if isinstance(given, ReplayConfig) else None
-        if self.config is None and given is not None and not hasattr(given, "extend"):
+        if self.config is None and given is not None and (isinstance(given, type) or not hasattr(given, "extend")):
             raise TypeError(
                 f"replay_buffer cannot be written to : expected an object with extend, or a ReplayConfig, got {given!r}"
             )

@@ -6,6 +6,8 @@ from typing import Any, ClassVar, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor
 from torch.optim import Adam, Optimizer
@@ -31,6 +33,9 @@ class ActorCritic(L.LightningModule):
 
     algorithm: ClassVar[str]
     """Its name in messages."""
+
+    wants_replay: ClassVar[bool | None] = None
+    """Whether it is meant for samples of a replay buffer; None if it does not mind."""
 
     learning_rate: float
     """Step size of Adam; a tuner may set it."""
@@ -60,11 +65,13 @@ class ActorCritic(L.LightningModule):
         """Build the networks from the data module's spaces, unless they exist.
 
         Args:
-            stage: Given by Lightning, not used.
+            stage: Given by Lightning; before a fit it is looked at whether the data are of the kind that is wanted.
 
         Raises:
             ValueError: If a space is neither given nor known to the data module, or not supported.
         """
+        if stage == "fit":
+            self._check_data()
         if hasattr(self, "policy"):
             return
         specs = {}
@@ -193,18 +200,33 @@ class ActorCritic(L.LightningModule):
         valid = torch.ones_like(reward, dtype=torch.bool) if mask is None else mask.cpu()
         return {"return": reward.masked_fill(~valid, 0.0).sum(-1), "length": valid.sum(-1)}
 
+    def _check_data(self) -> None:
+        """Say so if the data module does not give what the algorithm is meant for."""
+        has_replay = getattr(getattr(self._trainer, "datamodule", None), "learns_from_replay", None)
+        if self.wants_replay is None or has_replay in (None, self.wants_replay):
+            return
+        if self.wants_replay:
+            advice = "each batch is used once and forgotten; give the data module replay=ReplayConfig(capacity=...)"
+        else:
+            advice = (
+                "its gradients are wrong for rows that older weights have acted; take the data module's replay away"
+            )
+        rank_zero_warn(
+            f"{self.algorithm} is meant {'for' if self.wants_replay else 'without'} a replay buffer: {advice}"
+        )
+
     def _adam(self, betas: tuple[float, float]) -> Adam:
         """Adam over policy and critic."""
         parameters = [*self.policy.parameters(), *self.critic.parameters()]
-        # On CPU the fused step is three times faster. Elsewhere torch chooses: a fused step would also unscale the
-        # gradients of half precision, that is, only after they were clipped.
-        return Adam(
-            parameters,
-            lr=self.learning_rate,
-            betas=betas,
-            eps=1e-5,
-            fused=True if self.device.type == "cpu" else None,
-        )
+        return Adam(parameters, lr=self.learning_rate, betas=betas, eps=1e-5, fused=self._fused())
+
+    def _fused(self) -> bool | None:
+        """Whether Adam steps fused, which is three times faster on the CPU; elsewhere torch chooses.
+
+        With scaled gradients a fused step would unscale them only after they were clipped, which Lightning refuses.
+        """
+        mixed = self._trainer is not None and isinstance(self._trainer.precision_plugin, MixedPrecision)
+        return True if self.device.type == "cpu" and not mixed else None
 
     def _optimizer(self) -> Optimizer:
         return cast(Optimizer, self.optimizers(use_pl_optimizer=False))

@@ -192,8 +192,7 @@ class DQN(OffPolicy):
         Returns:
             One optimizer.
         """
-        fused = True if self.device.type == "cpu" else None  # see `ActorCritic`
-        return Adam(self.policy.parameters(), lr=self.learning_rate, fused=fused)
+        return Adam(self.policy.parameters(), lr=self.learning_rate, fused=self._fused())
 
     @override
     def _settings_in_force(self) -> dict[str, float]:

@@ -33,6 +33,7 @@ class OffPolicy(ActorCritic):
     called for them.
     """
 
+    wants_replay = True
     policy: nn.Module  # type: ignore[assignment]  # each algorithm has a kind of its own
     """Who acts; exists once the spaces are known."""
     gamma: float

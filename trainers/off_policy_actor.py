@@ -106,8 +106,7 @@ class OffPolicyActorCritic(OffPolicy):
             One optimizer.
         """
         learned = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        # fused on CPU only, for the reason given with the on-policy algorithms' optimizer
-        return Adam(learned, lr=self.learning_rate, fused=True if self.device.type == "cpu" else None)
+        return Adam(learned, lr=self.learning_rate, fused=self._fused())
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ __all__ = ["OnPolicy", "UpdateStatistics"]
 class OnPolicy(ActorCritic):
     """An actor-critic that turns each collected batch into training rows once, by generalized advantage estimation."""
 
+    wants_replay = False
     training_keys: ClassVar[tuple[str, ...]] = ()
     """Further entries of a batch that :meth:`evaluate` reads; a subclass may name some."""
     gamma: float

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
@@ -187,14 +188,20 @@ def _check_files(folder: Path, count: int) -> None:
         if not isinstance(entry, dict):
             continue
         if entry.get("type") == "TensorDict":
-            _check_files(folder / name, count)
+            _check_files(_file_of(folder, name), count)
         elif "dtype" in entry and not entry.get("is_nested"):
             dtype: torch.dtype = getattr(torch, entry["dtype"].removeprefix("torch."))
             needed = count * math.prod(entry["shape"][1:]) * dtype.itemsize
-            file = folder / f"{name}.memmap"
+            file = _file_of(folder, name, ".memmap")
             there = file.stat().st_size if file.is_file() else 0
             if there < needed:
                 raise ValueError(f"{file} is cut off, expected {needed} bytes for {count} rows, got {there}")
+
+
+def _file_of(folder: Path, name: str, suffix: str = "") -> Path:
+    """Where tensordict keeps what a key names: newer versions escape what is no letter, digit or one of ``-_.~``."""
+    plain, escaped = folder / f"{name}{suffix}", folder / f"{quote(name, safe='')}{suffix}"
+    return plain if plain.exists() else escaped
 
 
 def _set_rows(path: Path, count: int) -> None:

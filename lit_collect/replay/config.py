@@ -59,6 +59,8 @@ class ReplayConfig:
         at_least("replay.capacity", self.capacity, 1)
         at_least("replay.batch_size", self.batch_size, 1)
         at_least("replay.min_frames", self.min_frames, 0)
+        if not isinstance(self.background, bool):
+            raise TypeError(f"replay.background must be True or False, got {self.background!r}")
         if self.slice_len is not None:
             at_least("replay.slice_len", self.slice_len, 1, or_none=True)
             _check_multiple(self.batch_size, self.slice_len)
@@ -97,6 +99,17 @@ class ReplayConfig:
         sampler.check_batch_size(self.batch_size)
         storage = resolve_storage(self.storage, self.path)
         check_fit(sampler, resolve_writer("ring"), storage, self.transforms, compact_obs=False)
+
+    def check_holds(self, frames_per_batch: int) -> None:
+        """Raise if a batch has more rows than are kept.
+
+        Raises:
+            ValueError: then.
+        """
+        if frames_per_batch > self.capacity:
+            raise ValueError(
+                f"replay.capacity must hold a batch of frames_per_batch={frames_per_batch}, got {self.capacity}"
+            )
 
     @property
     def in_memory(self) -> bool:

@@ -67,6 +67,19 @@ def test_wrong_setting(options, error, words, build):
         build("CartPole-v1", **options)
 
 
+@pytest.mark.parametrize(
+    ("buffer", "error", "words"),
+    [
+        (ReplayConfig(capacity=4), ValueError, "capacity must hold a batch of frames_per_batch=8, got 4"),
+        (list, TypeError, "expected an object with extend, or a ReplayConfig, got <class 'list'>"),
+        ({"capacity": 10}, TypeError, "expected an object with extend, or a ReplayConfig, got {'capacity': 10}"),
+    ],
+)
+def test_wrong_replay_buffer(buffer, error, words):
+    with pytest.raises(error, match=words):
+        Collector("CartPole-v1", frames_per_batch=8, replay_buffer=buffer)
+
+
 def test_wrong_setting_of_the_data_module_alone():
     replay = ReplayConfig(capacity=100)
     with pytest.raises(ValueError, match=r"replay\.capacity must hold a batch of frames_per_batch=2048, got 100"):

@@ -1,9 +1,12 @@
 """What off-policy algorithms share: target networks that follow, and means for the loggers."""
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
 
+from lit_collect import CollectorDataModule, ReplayConfig
+from trainers import DQN, PPO, SAC
 from trainers.off_policy import Means, follow, target_of
 
 
@@ -57,3 +60,50 @@ def test_means_leave_what_they_were_given_alone():
 
 def test_means_of_nothing_are_nothing():
     assert Means().compute() == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "replay", "words"),
+    [
+        (DQN, None, "DQN is meant for a replay buffer: each batch is used once and forgotten"),
+        (PPO, ReplayConfig(capacity=64, batch_size=8), "PPO is meant without a replay buffer: its gradients are wrong"),
+    ],
+)
+def test_fit_on_data_of_the_other_kind_says_so(model, replay, words):
+    data = CollectorDataModule("CartPole-v1", num_envs=2, frames_per_batch=16, total_frames=16, replay=replay)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.warns(UserWarning, match=words):
+        trainer.fit(model(), datamodule=data)
+
+
+@pytest.mark.parametrize("model", [DQN, PPO, SAC])
+def test_mixed_precision_goes_with_clipping_by_the_trainer(model):
+    replay = None if model is PPO else ReplayConfig(capacity=64, batch_size=8)
+    data = CollectorDataModule(
+        "Pendulum-v1" if model is SAC else "CartPole-v1",
+        num_envs=2,
+        frames_per_batch=16,
+        total_frames=16,
+        replay=replay,
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        limit_val_batches=0,
+        precision="bf16-mixed",
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model(max_grad_norm=None), datamodule=data)
+    assert trainer.global_step == 1
