@@ -423,6 +423,7 @@ class Collector:
         entropy = resolve_entropy(seed)
         with self._stream.turn.taken():
             self._stream.gatherer.discard()
+            self._stream.packing.discard()
             self._ledger.reseed(entropy)
             self._restarted()
 
@@ -456,6 +457,7 @@ class Collector:
         self._stream.check_idle()
         self._ledger.check(state)
         self._stream.gatherer.discard()
+        self._stream.packing.discard()
         self._restarted()
         self._ledger.load(state)
 

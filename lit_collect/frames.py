@@ -35,6 +35,7 @@ SUCCESSORS: Key = ("collector", "successors")  # only in compact batches, see `l
 # what is added to samples of a replay buffer, [M] rows or slices [S, L], and to trajectories [B, T]
 INDEX: Key = ("index",)  # int64, where the row lies in the buffer; -1: padding
 WRITTEN: Key = ("collector", "written")  # int64, the row was the k-th that was ever written; -1: padding
+OFFLINE: Key = ("collector", "offline")  # bool [M] or [S, L], the row is of the offline part of a `MixedBuffer`
 WEIGHT: Key = ("collector", "weight")  # float32, importance weight of a prioritized sample, the largest is 1
 N_STEPS: Key = ("collector", "n_steps")  # int64, rewards in ("next", "reward"): bootstrap with gamma ** n_steps
 LENGTHS: Key = ("collector", "lengths")  # int64, rows of the trajectory that the row belongs to

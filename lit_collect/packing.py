@@ -31,6 +31,9 @@ class Packing(ABC):
     def restart(self) -> None:  # noqa: B027 (not all of them keep anything)
         """All env copies begin new episodes: what is not whole will never be."""
 
+    def discard(self) -> None:  # noqa: B027 (not all of them keep anything)
+        """What was collected and not handed out is of another run: none of it will be."""
+
 
 class FixedFrames(Packing):
     """Batches as they are collected, or split by trajectory.
@@ -99,6 +102,10 @@ class WholeTrajectories(Packing):
     def restart(self) -> None:
         """See `Packing.restart`."""
         self._budget.lose(self._assembler.drop_open())
+
+    def discard(self) -> None:
+        """See `Packing.discard`."""
+        self._budget.lose(self._assembler.forget())
 
     def _rest(self) -> TensorDictBase:
         self._budget.lose(self._assembler.drop_open())

@@ -5,7 +5,7 @@ trajectories, L = the longest one.
 """
 
 import warnings
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -38,7 +38,8 @@ def split_trajectories(
     compact batch is restored first (see `restore_successors`).
 
     Args:
-        batch: [T], [N, T] or deeper; the last dimension is time. What was split before can be split again.
+        batch: [T], [N, T] or deeper; the last dimension is time. What was split before can be split again, unless it
+            is nested.
         layout: ``"padded"``: [B, L], shorter ones padded with zeros and the id -1 (what is no tensor repeats its last
             value). ``"cat"``: [M], one after the other. ``"nested"``: [B, -1] of strided nested tensors ([B, L] where
             all lengths are equal, and [0, 0] of ordinary tensors where there is no trajectory). ``"jagged"``: [B] of
@@ -56,9 +57,10 @@ def split_trajectories(
 
     Raises:
         FrameContractError: if a key that is named, or ``("next", "done")`` where there are no ids, is missing; if ids,
-            flags or a mask do not have one value a row; if a nested layout is to hold what is no tensor.
+            flags or a mask do not have one value a row; if a nested layout is to hold what is no tensor; if the batch
+            is nested; if a tensor stands at the prefix.
         ValueError: if there is no such layout.
-        TypeError: if the batch is no TensorDict.
+        TypeError: if the batch is no TensorDict, or a key or the prefix is neither a string nor a tuple of them.
 
     Example:
         >>> from lit_collect import Collector
@@ -77,6 +79,15 @@ def split_trajectories(
         raise ValueError(f"there is no such layout : expected one of {', '.join(_LAYOUTS)}, got {layout!r}")
     if not isinstance(batch, TensorDictBase):
         raise TypeError(f"a batch must be a TensorDict, got {type(batch).__name__}")
+    named = {"trajectory_key": trajectory_key, "done_key": done_key, "prefix": prefix}
+    for name, given in named.items():
+        if given is not None and not all(isinstance(part, str) for part in _parts(given)):
+            raise TypeError(f"{name} must be a string or a tuple of strings, got {given!r}")
+    if any(column.is_nested for column in columns_of(batch).values()):
+        raise FrameContractError(
+            "a batch is nested : expected one tensor of all rows for each key, got nested tensors; split it from the "
+            "'padded' or 'cat' layout"
+        )
     if not batch.batch_dims:
         raise FrameContractError("a batch must have at least the dimension of time, got the batch size []")
     batch = restore_successors(batch)
@@ -101,9 +112,21 @@ def split_trajectories(
     return _strided(joined, pieces.lengths) if len(pieces.lengths) else _padded(flat, pieces, root, ids_key)
 
 
+def _parts(given: Any) -> tuple[Any, ...]:
+    """What a key consists of, which may be anything."""
+    return given if isinstance(given, tuple) else (given,)
+
+
 def _root(batch: TensorDictBase, prefix: str | Key | None) -> Key:
     if prefix is not None:
-        return as_key(prefix)
+        root = as_key(prefix)
+        for key in (root[:depth] for depth in range(1, len(root) + 1)):
+            if not isinstance(batch.get(key, None), (TensorDictBase, type(None))):
+                raise FrameContractError(
+                    f"the mask and the lengths cannot be put under the prefix {root} : expected a name that is free or "
+                    f"holds further keys, got {key}, which is a value of the batch; name another prefix"
+                )
+        return root
     return MASK[:1] if isinstance(batch.get(MASK[0], None), TensorDictBase) else ()
 
 

@@ -294,3 +294,26 @@ def test_split_when_what_stands_at_the_mask_is_none_then_it_is_not_overwritten()
     batch["mask"] = torch.zeros(2, 5, dtype=torch.bool)  # an env's action mask
     with pytest.raises(FrameContractError, match="one value a row"):
         split_trajectories(batch)
+
+
+@pytest.mark.parametrize("layout", ["nested", "jagged"])
+@pytest.mark.parametrize("ids", [[0, 0, 1], [0, 0, 1, 1]])
+def test_split_when_it_is_given_nested_rows_then_it_says_which_layouts_it_takes(layout, ids):
+    with pytest.raises(FrameContractError, match="a batch is nested : .*'padded' or 'cat'"):
+        split_trajectories(split_trajectories(rows_of(ids), layout))
+
+
+@pytest.mark.parametrize("name", ["prefix", "trajectory_key", "done_key"])
+@pytest.mark.parametrize("key", [3, ("next", 3), ["next"]])
+def test_split_when_a_key_is_none_then_it_says_so(name, key):
+    with pytest.raises(TypeError, match=f"{name} must be a string or a tuple of strings, got "):
+        split_trajectories(rows_of([0, 1]), **{name: key})
+
+
+@pytest.mark.parametrize(
+    ("prefix", "taken"),
+    [("observation", "observation"), (("observation", "x"), "observation"), (("next", "done"), "done")],
+)
+def test_split_when_a_tensor_stands_at_the_prefix_then_it_says_so(prefix, taken):
+    with pytest.raises(FrameContractError, match=f"under the prefix .* got .*'{taken}'.*name another prefix"):
+        split_trajectories(rows_of([0, 1]), prefix=prefix)

@@ -17,7 +17,7 @@ from lit_collect.envs.probe import SpaceProbe
 from lit_collect.envs.spaces import describe_space
 from lit_collect.evaluation import Evaluations
 from lit_collect.learner import hide_loaders, initialise_lazy, policy_of, required_policy, restore_batch_size
-from lit_collect.offline.sources import OfflineRows, fill, open_offline
+from lit_collect.offline.sources import OfflineRows, check_spaces, fill, open_offline
 from lit_collect.replay.buffer import ReplayBuffer
 from lit_collect.replay.samplers import Sampler, resolve_sampler
 from lit_collect.replay.settings import check_transforms
@@ -74,7 +74,7 @@ class OfflineDataModule(L.LightningDataModule):
         transforms: what is done to each sample, for instance `NStep`.
         storage: where the rows lie: ``"memory"``, or a `Storage`; a mapped one is filled once, and found again.
         info_keys: of a Minari data set, which infos become keys of the rows (see `RolloutConfig.info_keys`).
-        env: where the policy is evaluated (see `CollectorDataModule`); None for nowhere.
+        env: where the policy is evaluated (see `CollectorDataModule`), with the spaces of the data; None for nowhere.
         evaluation: episodes of a validation or test run, on each rank; None for none.
         seed: of samples and evaluation; None takes the one of `seed_everything`, else a fresh one.
 
@@ -273,8 +273,10 @@ class OfflineDataModule(L.LightningDataModule):
         """Tell a module that wants to know about the spaces, and initialise lazy layers of the policy.
 
         Raises:
-            ValueError: if nobody says what the spaces are.
+            ValueError: if nobody says what the spaces are, or the env has others than the data.
         """
+        if self._probe is not None:
+            self._check_env(self._probe)
         module = None if self.trainer is None else self.trainer.lightning_module
         configure = getattr(module, "configure_spaces", None)
         if configure is not None:
@@ -363,6 +365,15 @@ class OfflineDataModule(L.LightningDataModule):
                 self._probe.close()
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _check_env(self, probe: SpaceProbe) -> None:
+        """Raise unless what plays in the env can be trained on the data; the env that tells is closed again."""
+        of_data = {"observation space": self._data.observation_spec, "action space": self._data.action_spec}
+        try:
+            spaces = probe.spaces()
+            check_spaces(self.path, of_data, dict(zip(of_data, map(describe_space, spaces), strict=True)))
+        finally:
+            probe.close()
 
     def _go_on_from(self, buffer: ReplayBuffer, state: dict[str, Any]) -> None:
         if state["rows"] != self.num_rows:

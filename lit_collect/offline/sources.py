@@ -1,6 +1,6 @@
 """Offline data in any format as batches of rows, and as a replay buffer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -163,6 +163,26 @@ def offline_buffer(
     return buffer
 
 
+def check_spaces(path: str | Path, of_data: Mapping[str, Any], of_env: Mapping[str, Any]) -> None:
+    """Raise unless an env has the spaces of the data, but for bounds and dtypes.
+
+    Args:
+        path: of the data.
+        of_data: spaces as plain data by name; None for one that nobody knows.
+        of_env: the same of the env.
+
+    Raises:
+        ValueError: naming the first one that differs.
+    """
+    for name, expected in of_data.items():
+        found = None if expected is None else _difference(name, expected, of_env[name])
+        if found is not None:
+            raise ValueError(
+                f"the env has another {found[0]} than the rows at {path} : expected {found[1]}, got {found[2]}; give "
+                f"the env that they were collected in"
+            )
+
+
 def fill(buffer: ReplayBuffer, data: OfflineRows) -> None:
     """Write all rows into a buffer, unless they are there.
 
@@ -182,6 +202,29 @@ def fill(buffer: ReplayBuffer, data: OfflineRows) -> None:
         )
     for batch in data.batches():
         buffer.extend(batch)
+
+
+def _difference(name: str, expected: Mapping[str, Any], got: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Where one space differs from another, and what stands there in both; None if they are alike."""
+    first, second = _inner(expected), _inner(got)
+    if _outline(expected) != _outline(got):
+        return name, _outline(expected), _outline(got)
+    differences = (_difference(f"{name} at {key!r}", first[key], second[key]) for key in first)
+    return next((found for found in differences if found is not None), None)
+
+
+def _inner(space: Mapping[str, Any]) -> Mapping[Any, Any]:
+    """The spaces within a space."""
+    inner = space.get("spaces", {})
+    return inner if isinstance(inner, Mapping) else dict(enumerate(inner))
+
+
+def _outline(space: Mapping[str, Any]) -> str:
+    """The kind of a space, and what decides which values fit a network: neither bounds nor dtypes."""
+    if "spaces" in space:
+        return f"{space['kind']} of {', '.join(sorted(map(str, _inner(space))))}"
+    sizes = [f"{name}={space[name]}" for name in ("shape", "n", "nvec") if name in space]
+    return f"{space['kind']} with {', '.join(sizes)}"
 
 
 def _joined(episodes: list[TensorDictBase]) -> TensorDictBase:

@@ -21,10 +21,11 @@ from lit_collect.replay.reading import RowAccess, addressed, as_positions, mark_
 from lit_collect.replay.rows import StoredRows
 from lit_collect.replay.samplers import Drawn, Sampler, resolve_sampler
 from lit_collect.replay.settings import check_fit, check_transforms
-from lit_collect.replay.state import check_contents, contents_of, load_contents
+from lit_collect.replay.state import check_complete, check_contents, contents_of, load_contents
 from lit_collect.replay.storage import Storage
 from lit_collect.replay.transforms import SampleTransform
 from lit_collect.replay.writers import Writer, resolve_writer
+from lit_collect.seeding import resolve_entropy
 
 _NO_ROWS = TensorDict({}, batch_size=[0])
 _DERIVED = ("_rows", "_access", "_successors", "_intake", "_rng")
@@ -93,7 +94,7 @@ class ReplayBuffer:
         self._writer = copy.deepcopy(resolve_writer(writer))
         self._storage = resolve_storage(storage, path)
         check_fit(self._sampler, self._writer, self._storage, self.transforms, compact_obs=compact_obs)
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(None if seed is None else resolve_entropy(seed))
         self._sampled = self._age_sum = 0  # rows handed out, and how many were written after each of them
         self._asked = (0, 0)  # both when `take_statistics` was called last
         self._learner_version = 0
@@ -277,7 +278,7 @@ class ReplayBuffer:
 
     @property
     def runs_out(self) -> bool:
-        """Whether `can_sample` may come to be False without a write: samples use rows up, or they become too old."""
+        """Whether `can_sample` may come to be False without a write: rows are used up, too old, or of priority 0."""
         return self._sampler.runs_out
 
     @property
@@ -367,7 +368,8 @@ class ReplayBuffer:
             state: what `state_dict` gave.
 
         Raises:
-            ValueError: if it is of another capacity, kind of storage, sampler or rows, or files lack its rows.
+            ValueError: if it is of another capacity, kind of storage, sampler or rows, lacks something, or files lack
+                its rows.
         """
         with self._storage.use():
             self._check_state(state)
@@ -463,6 +465,7 @@ class ReplayBuffer:
         self._age_sum += count * (self._rows.write_count - 1) - total
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
+        check_complete(state)
         for name, here in (("sampler_kind", type(self._sampler).__name__), ("compact_obs", self.compact_obs)):
             if state[name] != here:
                 raise ValueError(

@@ -13,6 +13,7 @@ from lit_collect.frames import (
     MASK,
     N_STEPS,
     NEXT_DONE,
+    OFFLINE,
     SUCCESSORS,
     TRAJ_IDS,
     WEIGHT,
@@ -21,7 +22,7 @@ from lit_collect.frames import (
 )
 from lit_collect.successors import restore_successors
 
-_DERIVED = (MASK, LENGTHS, WRITTEN, WEIGHT, N_STEPS)  # they speak of a row's place in a batch or a sample
+_DERIVED = (MASK, LENGTHS, WRITTEN, OFFLINE, WEIGHT, N_STEPS)  # they speak of a row's place in a batch or a sample
 
 
 class Intake:

@@ -119,6 +119,9 @@ class MappedStorage(FileStorage):
             larger one is read and written piece by piece, which needs none and takes half a millisecond for a sample
             of 256 rows. (Either way the system keeps what was used last, as long as nobody needs the memory.)
 
+    Raises:
+        ValueError: if `mapped_bytes` is negative; on opening, if there is a file at the path.
+
     Example:
         >>> storage = MappedStorage("rows")
         >>> storage.open(capacity=100)
@@ -133,7 +136,13 @@ class MappedStorage(FileStorage):
         """The folder."""
 
     def _open_file(self) -> int:
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ValueError(
+                f"the path of a mapped storage is no folder : expected a folder, or a path that is free, got a file at "
+                f"{error.filename}; choose another path"
+            ) from error
         return os.open(self.path / "rows.bin", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def _free_bytes(self) -> int:

@@ -8,11 +8,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from lit_collect.errors import FrameContractError
-from lit_collect.frames import INDEX, WEIGHT, WRITTEN, Key, as_key
+from lit_collect.frames import INDEX, OFFLINE, WEIGHT, WRITTEN, Key, as_key
 from lit_collect.replay.buffer import ReplayBuffer
-
-OFFLINE: Key = ("collector", "offline")
-"""[M] bool in samples of a `MixedBuffer`: the row is of the offline part."""
 
 _FILLED: Mapping[Key, tuple[torch.dtype, float]] = {
     INDEX: (torch.int64, -1),
@@ -53,7 +50,9 @@ class MixedBuffer:
                 raise TypeError(
                     f"{name} must have {' and '.join(methods)} : got {type(part).__name__} without {missing}"
                 )
-        if isinstance(fraction, bool) or not 0 <= fraction <= 1:
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
+            raise TypeError(f"fraction must be a number, got {fraction!r}; give the online part of a sample, 0 to 1")
+        if not 0 <= fraction <= 1:
             raise ValueError(f"fraction must be between 0 and 1, got {fraction!r}")
         self.online = online
         self.offline = offline
@@ -131,6 +130,7 @@ class MixedBuffer:
             priority: of its rows, with the same shape, or with one more dimension of size 1.
 
         Raises:
+            ValueError: if they are not as many as rows, or one is negative or not finite.
             TypeError: if it is no sample of a mixed buffer: positions alone do not tell the buffer.
         """
         if not isinstance(sample, TensorDictBase) or sample.get(OFFLINE, None) is None:
@@ -138,6 +138,13 @@ class MixedBuffer:
                 f"priorities of a mixed buffer go with the sample : expected the TensorDict that sample() gave, got "
                 f"{type(sample).__name__}"
             )
+        priority = torch.as_tensor(priority)
+        if priority.numel() != sample.numel():
+            raise ValueError(
+                f"priorities must be one for each row : expected {sample.numel()}, got {priority.numel()}; no priority "
+                f"was changed"
+            )
+        priority = priority.reshape(sample.batch_size)
         offline = sample.get(OFFLINE).reshape(len(sample), -1)[:, 0]
         for buffer, chosen in ((self.online, ~offline), (self.offline, offline)):
             update = getattr(buffer, "update_priority", None)

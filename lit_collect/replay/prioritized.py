@@ -15,6 +15,7 @@ from lit_collect.replay.sumtree import SumTree
 
 _TRIES = 64  # draws per slice that is wanted, before the rows to choose from are listed one by one
 _MANY = 2048  # draws that cost less than listing them
+_SHARES = (np.arange(_TRIES) + 0.5) / _TRIES  # of all priorities, where rows are looked for without random numbers
 
 
 class PrioritizedSampler(Sampler):
@@ -62,6 +63,11 @@ class PrioritizedSampler(Sampler):
         self._beta = checked("beta", beta)
 
     @property
+    def runs_out(self) -> bool:
+        """Without `eps` all priorities may come to be 0."""
+        return self._priorities.may_be_none
+
+    @property
     def max_priority(self) -> float:
         """The largest priority that was ever given; new rows have it."""
         return self._priorities.largest
@@ -79,6 +85,10 @@ class PrioritizedSampler(Sampler):
         rows.check_not_empty()
         positions = self._priorities.draw(rng, batch_size)
         return Drawn(positions=positions, weights=self._priorities.weights(positions, self.beta))
+
+    def can_draw(self, rows: StoredRows, batch_size: int) -> bool:
+        """Whether a row has a priority."""
+        return rows.size > 0 and self._priorities.can_draw()
 
     def update_priority(self, rows: StoredRows, positions: Positions, priorities: NDArray) -> None:
         """Change the priorities of rows.
@@ -151,8 +161,11 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         return Drawn(positions=walked, weights=weights, padded=not self.strict_length)
 
     def can_draw(self, rows: StoredRows, batch_size: int) -> bool:
-        """Whether a trajectory is long enough."""
-        return can_slice(rows, self.shape, batch_size, strict_length=self.strict_length)
+        """Whether a trajectory is long enough, and a row where a slice may begin has a priority."""
+        if not can_slice(rows, self.shape, batch_size, strict_length=self.strict_length):
+            return False
+        length = self.shape.of(batch_size)[1]
+        return self._priorities.can_draw_starts(rows.boundaries, length, or_short=not self.strict_length)
 
 
 class Priorities:
@@ -168,6 +181,11 @@ class Priorities:
         self._eps = checked("eps", eps)
         self.largest = 1.0
         self._tree = SumTree(1)
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether a row whose priority is 0 is never drawn."""
+        return not self._scaled(np.array(0.0)) > 0
 
     def begin(self, rows: StoredRows) -> None:
         """All are 0; the largest that was given stays."""
@@ -206,6 +224,19 @@ class Priorities:
         if have < count:
             drawn[have:] = self._draw_listed(boundaries.starts(length, or_short=or_short), rng, count - have)
         return drawn
+
+    def can_draw(self) -> bool:
+        """Whether `draw` finds a row."""
+        return 0 < self._tree.total < math.inf
+
+    def can_draw_starts(self, boundaries: Boundaries, length: int, *, or_short: bool) -> bool:
+        """Whether `draw_starts` finds a row; there is one where slices may begin, whatever its priority."""
+        if not self.can_draw():
+            return False
+        trial = self._tree.find(_SHARES)  # nearly always there is one among these
+        if (boundaries.may_start(trial, length, or_short=or_short) & (self._tree.values.take(trial) > 0)).any():
+            return True
+        return bool((self._tree.values.take(boundaries.starts(length, or_short=or_short)) > 0).any())
 
     def weights(self, positions: Positions, beta: float) -> NDArray[np.float32]:
         """[M] importance weights of drawn rows."""
@@ -272,10 +303,9 @@ class Priorities:
         return table[np.minimum(places, int(np.searchsorted(sums, sums[-1])))]  # the last one that is not 0
 
     def _check_total(self) -> None:
-        total = self._tree.total
-        if not 0 < total < math.inf:
+        if not self.can_draw():
             raise ValueError(
-                f"priorities add up to {total} : expected a finite sum above 0; take eps above 0 and priorities that "
+                f"priorities add up to {self._tree.total} : expected a finite sum above 0; take eps above 0 and priorities that "
                 "are not so large"
             )
 

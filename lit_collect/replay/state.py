@@ -10,6 +10,20 @@ from lit_collect.replay.layout import RowLayout
 from lit_collect.replay.mapped import MappedStorage
 from lit_collect.replay.storage import Storage
 
+_OF_BUFFER = (
+    "capacity",
+    "write_count",
+    "layout",
+    "sampler_kind",
+    "compact_obs",
+    "sampler",
+    "random",
+    "sampled",
+    "age_sum",
+    "learner_version",
+)
+_OF_MEMORY = ("records", "void")
+
 
 def contents_of(storage: Storage) -> dict[str, Any]:
     """Rows and counters of a storage as plain values and tensors; used while the storage is.
@@ -32,6 +46,27 @@ def contents_of(storage: Storage) -> dict[str, Any]:
         state["records"] = torch.from_numpy(records.view(np.uint8).reshape(len(records), layout.dtype.itemsize))
         state["void"] = None if lost is None else torch.from_numpy(lost[: len(records)].copy())
     return state
+
+
+def check_complete(state: Mapping[str, Any]) -> None:
+    """Raise unless a state has all that one of a buffer has.
+
+    Args:
+        state: anything.
+
+    Raises:
+        TypeError: if it is no mapping.
+        ValueError: naming what it lacks.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the state of a replay buffer must be a mapping, got {type(state).__name__}")
+    needed = _OF_BUFFER if "path" in state or state.get("layout") is None else (*_OF_BUFFER, *_OF_MEMORY)
+    missing = [name for name in needed if name not in state]
+    if missing:
+        raise ValueError(
+            f"the state is not that of a replay buffer : expected {', '.join(needed)}, got none of "
+            f"{', '.join(missing)}; give what state_dict() gave"
+        )
 
 
 def check_contents(storage: Storage, state: Mapping[str, Any]) -> None:

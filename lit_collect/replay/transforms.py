@@ -120,7 +120,16 @@ class NStep(SampleTransform):
         self.gamma = gamma
 
     def __call__(self, sample: TensorDictBase, rows: RowReader) -> TensorDictBase:
-        """Replace rewards, flags and successors of [M] rows."""
+        """Replace rewards, flags and successors of [M] rows.
+
+        Raises:
+            FrameContractError: if rows have no rewards.
+        """
+        if sample.get(NEXT_REWARD, None) is None:
+            raise FrameContractError(
+                f"n-step returns need the rewards of rows, but rows lack {NEXT_REWARD} : expected that key, got "
+                f"{sorted(map(str, sample.keys(True, True)))}; write it, or leave NStep out"
+            )
         walked = rows.walk(sample.get(INDEX).numpy(), self.n)
         known = walked >= 0
         count = known.sum(1)

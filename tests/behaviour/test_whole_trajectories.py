@@ -126,6 +126,26 @@ def test_budget_that_makes_no_whole_trajectory_ends_the_iteration():
             collector.collect()
 
 
+def restart_from_a_state(collector: Collector) -> None:
+    collector.load_state_dict(collector.state_dict())
+
+
+@pytest.mark.parametrize("begin_anew", [restart_from_a_state, lambda collector: collector.set_seed(7)])
+def test_trajectories_of_another_run_are_not_handed_out(begin_anew):
+    makers = [partial(CountingEnv, i, (2,)) for i in range(4)]
+    settings = TrajectoryConfig(trajs_per_batch=1)
+    with Collector(makers, frames_per_batch=8, total_frames=40, trajectories=settings) as collector:
+        collector.collect()  # one of the four that make 8 frames
+        assert collector.statistics()["frames_pending"] == 6
+        begin_anew(collector)
+        assert collector.statistics()["frames_pending"] == 0
+        check_accounts(collector, 2)
+        episodes = [int(batch["observation"][0, 1]) for batch in collector]
+        assert min(episodes) > 0  # those with the number 0 were left behind
+        check_accounts(collector, 2 + 2 * len(episodes))
+        assert collector.budget.yielded + collector.budget.lost == 40
+
+
 def test_stale_episodes_are_dropped_and_counted():
     makers = [partial(CountingEnv, 0, (4,)), partial(CountingEnv, 1, (6,))]
     with Collector(

@@ -16,6 +16,7 @@ from lit_collect.offline import offline_buffer
 from lit_collect.offline.episodes import as_rows
 from lit_collect.offline.memory_maps import RowWriter, read_rows
 from lit_collect.offline.minari import MinariWriter
+from lit_collect.offline.sources import check_spaces
 from lit_collect.replay import MappedStorage, MixedBuffer, NStep, ReplayBuffer
 from lit_collect.testing import BoringRLModule, CountingEnv
 
@@ -299,3 +300,60 @@ def test_rows_of_another_time_in_a_storage_are_told(counted_rows, tmp_path):
         buffer.extend(read_rows(counted_rows)[0][:7])
     with pytest.raises(ValueError, match="holds 7 rows of another time"):
         offline_buffer(str(counted_rows), storage=MappedStorage(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("run", ["fit", "validate", "test"])
+def test_an_env_with_other_spaces_than_the_data_is_refused_before_anything_runs(counted_rows, run):
+    data = OfflineDataModule(str(counted_rows), batch_size=8, env="Pendulum-v1", seed=0)
+    wrong = r"another action space than the rows at .*counted : expected discrete with n=2, got box with shape=\[1\]; "
+    with pytest.raises(ValueError, match=wrong):
+        getattr(make_trainer(max_epochs=1), run)(Evaluated(), datamodule=data)
+
+
+class Closing(CountingEnv):
+    """Counts how many are open."""
+
+    open = 0
+
+    def __init__(self):
+        super().__init__()
+        Closing.open += 1
+
+    def close(self):
+        Closing.open -= 1
+
+
+def test_the_env_that_is_asked_for_its_spaces_is_closed(counted_rows):
+    data = OfflineDataModule(str(counted_rows), batch_size=8, env=Closing, seed=0)
+    data.setup("fit")
+    assert Closing.open == 0
+
+
+BOX = {"kind": "box", "shape": [3], "dtype": "float32", "low": [-9.0] * 3, "high": [9.0] * 3}
+CHOICES = {"kind": "multi_discrete", "nvec": [2, 3], "start": [0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "words"),
+    [
+        (BOX, {**BOX, "shape": [4]}, r"expected box with shape=\[3\], got box with shape=\[4\]"),
+        (CHOICES, {**CHOICES, "nvec": [2, 4]}, r"nvec=\[2, 3\], got multi_discrete with nvec=\[2, 4\]"),
+        ({"kind": "dict", "spaces": {"a": BOX}}, {"kind": "dict", "spaces": {"b": BOX}}, "dict of a, got dict of b"),
+        (
+            {"kind": "dict", "spaces": {"a": {"kind": "tuple", "spaces": [CHOICES, BOX]}}},
+            {"kind": "dict", "spaces": {"a": {"kind": "tuple", "spaces": [CHOICES, {**BOX, "shape": [1]}]}}},
+            "another space at 'a' at 1 than",
+        ),
+        ({"kind": "tuple", "spaces": [BOX]}, {"kind": "tuple", "spaces": [BOX, BOX]}, "tuple of 0, got tuple of 0, 1"),
+    ],
+)
+def test_other_spaces_are_told_by_where_they_differ(expected, got, words):
+    with pytest.raises(ValueError, match=words):
+        check_spaces("runs/old", {"space": expected}, {"space": got})
+
+
+def test_spaces_that_differ_in_bounds_and_dtypes_alone_are_alike():
+    alike = {**BOX, "dtype": "float64", "low": [0.0] * 3}
+    check_spaces("runs/old", {"space": BOX, "other": None}, {"space": alike, "other": BOX})
+    inner = {"kind": "dict", "spaces": {"a": BOX, "b": CHOICES}}
+    check_spaces("runs/old", {"space": inner}, {"space": {"kind": "dict", "spaces": {"b": CHOICES, "a": alike}}})

@@ -383,3 +383,12 @@ def test_other_rows_then_are_told_by_name():
     with pytest.raises(FrameContractError, match="value"):
         buffer.extend(numbered(2, value=torch.zeros(2)))
     assert len(buffer) == 2
+
+
+@pytest.mark.parametrize(
+    ("seed", "error", "words"),
+    [("x", TypeError, "got 'x'"), (True, TypeError, "got True"), (-1, ValueError, "seed must not be negative, got -1")],
+)
+def test_seed_that_is_none_then_is_refused(seed, error, words):
+    with pytest.raises(error, match=words):
+        ReplayBuffer(8, seed=seed)

@@ -192,3 +192,21 @@ def test_state_without_its_files_then_is_refused(tmp_path):
         pytest.raises(ValueError, match=r"expected 4 rows written in .*here, got 0 in .*there; bring the folder"),
     ):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("lost", ["random", "sampler", "records", "write_count"])
+def test_state_that_lacks_something_then_is_refused_and_named(lost):
+    buffer = ReplayBuffer(16, seed=0)
+    buffer.extend(rows(0, 5))
+    state = {name: value for name, value in buffer.state_dict().items() if name != lost}
+    with pytest.raises(ValueError, match=f"not that of a replay buffer : expected .*, got none of {lost}; "):
+        buffer.load_state_dict(state)
+    assert buffer[:]["observation"].flatten().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_state_that_is_none_then_is_refused():
+    buffer = ReplayBuffer(16, seed=0)
+    with pytest.raises(ValueError, match="got none of capacity, write_count, layout, sampler_kind"):
+        buffer.load_state_dict({})
+    with pytest.raises(TypeError, match="must be a mapping, got list"):
+        buffer.load_state_dict([])

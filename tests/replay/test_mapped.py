@@ -370,6 +370,15 @@ def test_rows_with_more_leaves_than_a_file_can_describe_are_refused(opened):
     assert storage.layout is None
 
 
+@pytest.mark.parametrize("below", ["", "rows"])
+def test_mapped_path_that_is_a_file_is_refused_and_left_alone(tmp_path, below):
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    with pytest.raises(ValueError, match=r"is no folder : expected a folder, .*got a file at .*notes.txt"):
+        MappedStorage(file / below).open(CAPACITY)
+    assert file.read_text() == "mine"
+
+
 def test_mapped_storage_that_maps_a_negative_number_of_bytes_is_refused():
     with pytest.raises(ValueError, match="mapped_bytes is too small : expected at least 0, got -5"):
         MappedStorage("rows", -5)

@@ -5,10 +5,8 @@ import torch
 from tensordict import TensorDict
 
 from lit_collect import FrameContractError
-from lit_collect.frames import INDEX, WEIGHT, WRITTEN
+from lit_collect.frames import INDEX, OFFLINE, WEIGHT, WRITTEN
 from lit_collect.replay import MixedBuffer, ReplayBuffer
-
-OFFLINE = ("collector", "offline")
 
 
 def filled(first, count=20, sampler="uniform", batch_size=8, **more):
@@ -84,6 +82,26 @@ def test_update_priority_with_one_part_without_then_leaves_it_alone():
         mixed.update_priority(torch.arange(8), torch.ones(8))
 
 
+@pytest.mark.parametrize("count", [0, 1, 7, 9])
+def test_update_priority_with_another_number_of_them_then_is_refused_and_none_changed(count):
+    online, offline = filled(0, sampler="prioritized"), filled(100, sampler="prioritized")
+    mixed = MixedBuffer(online, offline)
+    before = [part.state_dict()["sampler"]["priorities"].clone() for part in (online, offline)]
+    with pytest.raises(ValueError, match=f"one for each row : expected 8, got {count}; no priority was changed"):
+        mixed.update_priority(mixed.sample(), torch.full((count,), 5.0))
+    for part, priorities in zip((online, offline), before, strict=True):
+        assert torch.equal(part.state_dict()["sampler"]["priorities"], priorities)
+
+
+def test_extend_with_a_mixed_sample_then_takes_only_its_rows():
+    online = filled(0, sampler="prioritized")
+    mixed = MixedBuffer(online, filled(100))
+    sample = mixed.sample()
+    positions = mixed.extend(sample)
+    assert torch.equal(online[positions]["observation"], sample["observation"])
+    assert set(online[positions].keys(True, True)) == {"observation", ("collector", "traj_ids")}
+
+
 def test_slices_then_are_mixed_whole():
     parts = []
     for first in (0, 100):
@@ -132,6 +150,8 @@ def test_state_then_is_that_of_the_online_part():
             ValueError,
             "fraction must be between 0 and 1, got 1.5",
         ),
+        (lambda: MixedBuffer(filled(0), Fixed(), fraction="x"), TypeError, "fraction must be a number, got 'x'"),
+        (lambda: MixedBuffer(filled(0), Fixed(), fraction=None), TypeError, "fraction must be a number, got None"),
         (lambda: MixedBuffer(filled(0), Fixed(), batch_size=0), ValueError, "batch_size must be at least 1, got 0"),
         (lambda: MixedBuffer(filled(0), Fixed()).sample(0), ValueError, "batch_size must be an integer of at least 1"),
         (

@@ -267,3 +267,35 @@ def test_draw_of_a_hundred_times_as_many_rows_then_it_takes_about_as_long(kind):
     settings_of = {"slice_len": 16} if kind is PrioritizedSliceSampler else {}
     few, many = (seconds_per_draw(capacity, kind(**settings_of)) for capacity in (10_000, 1_000_000))
     assert many < 15 * few, "a look at all rows would take a hundred times as long"
+
+
+@pytest.mark.parametrize("slices", [False, True])
+def test_can_draw_when_no_row_has_a_priority_then_it_is_false_and_draw_says_why(slices):
+    sampler = PrioritizedSliceSampler(2, eps=0.0) if slices else PrioritizedSampler(eps=0.0)
+    storage, rows = stored(16, 8, sampler)
+    assert sampler.can_draw(rows, 4)
+    sampler.update_priority(rows, np.arange(8), np.zeros(8))
+    assert not sampler.can_draw(rows, 4)
+    assert sampler.runs_out
+    with pytest.raises(ValueError, match=r"priorities add up to 0\.0"):
+        sampler.draw(rows, 4, np.random.default_rng(0))
+    write(storage, rows, sampler, 2)
+    assert sampler.can_draw(rows, 4)
+
+
+def test_can_draw_slices_when_only_last_rows_have_a_priority_then_it_is_false():
+    sampler = PrioritizedSliceSampler(2, eps=0.0)
+    _, rows = stored(2000, 1000, sampler)
+    given = np.where(np.arange(1000) % 10 == 9, 1.0, 0.0)
+    sampler.update_priority(rows, np.arange(1000), given)
+    assert not sampler.can_draw(rows, 4)
+    with pytest.raises(ValueError, match="no row where a slice may begin has a priority"):
+        sampler.draw(rows, 4, np.random.default_rng(0))
+    sampler.update_priority(rows, np.array([998]), np.array([1e-9]))  # seldom among those that are tried first
+    assert sampler.can_draw(rows, 4)
+    assert sampler.draw(rows, 4, np.random.default_rng(0)).positions.tolist() == [[998, 999]] * 2
+
+
+def test_runs_out_with_eps_then_is_false():
+    assert not PrioritizedSampler().runs_out
+    assert not PrioritizedSampler(alpha=0.0, eps=0.0).runs_out

@@ -220,6 +220,15 @@ def test_hindsight_with_one_reward_for_all_then_says_so():
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
+def test_nstep_of_rows_without_rewards_then_says_what_is_missing():
+    buffer = ReplayBuffer(8, batch_size=2, transforms=[NStep(2, gamma=0.9)])
+    buffer.extend(TensorDict({"observation": torch.zeros(3), "next": {"done": torch.zeros(3) > 0}}, batch_size=[3]))
+    with pytest.raises(
+        FrameContractError, match=r"rows lack \('next', 'reward'\) : expected that key, got .*leave NStep"
+    ):
+        buffer.sample()
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
