@@ -299,7 +299,7 @@ def test_split_when_what_stands_at_the_mask_is_none_then_it_is_not_overwritten()
 @pytest.mark.parametrize("layout", ["nested", "jagged"])
 @pytest.mark.parametrize("ids", [[0, 0, 1], [0, 0, 1, 1]])
 def test_split_when_it_is_given_nested_rows_then_it_says_which_layouts_it_takes(layout, ids):
-    with pytest.raises(FrameContractError, match="a batch is nested : .*'padded' or 'cat'"):
+    with pytest.raises(FrameContractError, match=r"a batch is nested : .*'padded' or 'cat'"):
         split_trajectories(split_trajectories(rows_of(ids), layout))
 
 

@@ -305,8 +305,8 @@ class Priorities:
     def _check_total(self) -> None:
         if not self.can_draw():
             raise ValueError(
-                f"priorities add up to {self._tree.total} : expected a finite sum above 0; take eps above 0 and priorities that "
-                "are not so large"
+                f"priorities add up to {self._tree.total} : expected a finite sum above 0; take eps above 0 and "
+                "priorities that are not so large"
             )
 
 

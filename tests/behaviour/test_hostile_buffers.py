@@ -153,7 +153,7 @@ def test_full_disk_then_nothing_is_written_and_the_buffer_can_be_made_smaller(tm
 
 def test_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises((FileExistsError, NotADirectoryError)):
+    with pytest.raises(ValueError, match=r"is no folder : .* got a file at .*file; choose another path"):
         ReplayBuffer(8, storage=MappedStorage(tmp_path / "file"))
 
 

@@ -302,12 +302,19 @@ def test_rows_of_another_time_in_a_storage_are_told(counted_rows, tmp_path):
         offline_buffer(str(counted_rows), storage=MappedStorage(tmp_path / "store"))
 
 
+class Examined(Evaluated):
+    """May be tested, too."""
+
+    def test_step(self, batch, batch_idx):
+        self.tested = batch
+
+
 @pytest.mark.parametrize("run", ["fit", "validate", "test"])
 def test_an_env_with_other_spaces_than_the_data_is_refused_before_anything_runs(counted_rows, run):
     data = OfflineDataModule(str(counted_rows), batch_size=8, env="Pendulum-v1", seed=0)
     wrong = r"another action space than the rows at .*counted : expected discrete with n=2, got box with shape=\[1\]; "
     with pytest.raises(ValueError, match=wrong):
-        getattr(make_trainer(max_epochs=1), run)(Evaluated(), datamodule=data)
+        getattr(make_trainer(max_epochs=1), run)(Examined(), datamodule=data)
 
 
 class Closing(CountingEnv):
