@@ -116,7 +116,7 @@ class Collector:
             refresh=self._take_what_has_come,
         )
         self._ledger = Ledger(self._group, self._budget, place=place)
-        self._policy, self._replay_buffer = policy, self._replay.buffer
+        self._policy = policy
         self.trajs_per_batch = None if trajectories is None else trajectories.trajs_per_batch
         self._inlet = Inlet()
         self._profile: ProfileConfig | None = None

@@ -50,14 +50,26 @@ class Hooks:
         return cls(**(hooks or {}))
 
 
+def extend(sink: Any, batch: TensorDictBase) -> None:
+    """Write the transitions of a batch.
+
+    Args:
+        sink: anything with ``extend``, which is given them as rows [M]; with ``takes_batches`` the batch as it is.
+        batch: [N, T], or whatever was collected.
+    """
+    whole = getattr(sink, "takes_batches", False)
+    # rows apart cannot be restored any more
+    sink.extend(batch if whole else flatten_rows(restore_successors(batch)))
+
+
 class Output:
     """What a collector does before and after each batch.
 
     Args:
         hooks: of the user.
-        sink: anything with ``extend``, which is given the transitions of each batch [M], or with ``takes_batches``
-            the batch as it is; None for none. If it has ``wait_for_room(timeout_s) -> bool``, frames are collected in
-            the background only while it says so; ``collection_ended()`` is called when no more will be.
+        sink: is given the transitions of each batch (see `extend`); None for none. If it has
+            ``wait_for_room(timeout_s) -> bool``, frames are collected in the background only while it says so;
+            ``collection_ended()`` is called when no more will be.
     """
 
     def __init__(self, hooks: Hooks, sink: Any) -> None:
@@ -92,9 +104,7 @@ class Output:
                 raise TypeError("hooks.postproc returned None : expected the batch that is to be handed out; return it")
             batch = made
         if self.sink is not None:
-            whole = getattr(self.sink, "takes_batches", False)
-            # rows apart cannot be restored any more
-            self.sink.extend(batch if whole else flatten_rows(restore_successors(batch)))
+            extend(self.sink, batch)
         if self._hooks.post_collect is not None:
             self._hooks.post_collect(batch)
         return batch

@@ -26,7 +26,10 @@ class Asked(Protocol):
     _group: WorkerGroup
     _stream: Stream
     _policy: Any
-    _replay_buffer: Any
+
+    @property
+    def replay_buffer(self) -> Any:
+        """What the transitions are written to, None if nothing."""
 
 
 def cascade_execute(self: Asked, path: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -120,9 +123,9 @@ def getattr_rb(self: Asked, name: str) -> Any:
         AttributeError: if it has no such attribute (KeyError, IndexError: at a key or an index of the path).
     """
     self._stream.check_open()
-    if self._replay_buffer is None:
+    if self.replay_buffer is None:
         raise RuntimeError("there is no replay buffer to read from : expected Collector(replay_buffer=...)")
-    return resolve({"replay_buffer": self._replay_buffer}, _below("replay_buffer", name))
+    return resolve({"replay_buffer": self.replay_buffer}, _below("replay_buffer", name))
 
 
 def get_model(self: Asked, model_id: str = "policy") -> nn.Module:

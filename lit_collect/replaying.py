@@ -5,14 +5,14 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from lit_collect.frames import INDEX, flatten_rows
+from lit_collect.frames import INDEX
+from lit_collect.hooks import extend
 from lit_collect.metrics import ReplayUse
 from lit_collect.plan import Plan
 from lit_collect.ranks import Gather
 from lit_collect.replay import MixedBuffer, ReplayBuffer
 from lit_collect.replay.config import ReplayConfig
 from lit_collect.seeding import Placement
-from lit_collect.successors import restore_successors
 from lit_collect.writing import ReplayTarget
 
 
@@ -57,11 +57,6 @@ class Replaying:
         """Rows that must be there before the first sample."""
         return 0 if self.config is None else self.config.min_frames
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the buffer was built, or given."""
-        return self.config is None or self._target is not None
-
     def target(self, place: Placement) -> ReplayTarget:
         """The buffer and the way into it.
 
@@ -90,8 +85,7 @@ class Replaying:
             total_copies: env copies over all ranks.
         """
         sink = self.target(place).sink(total_copies, pieces=self._pieces)
-        whole = getattr(sink, "takes_batches", False)
-        sink.extend(batch if whole else flatten_rows(restore_successors(batch)))
+        extend(sink, batch)
 
     def count(self, gather: Gather) -> None:
         """Tell the other ranks how many rows were written: a checkpoint, which is the first rank's, says it of all.

@@ -43,11 +43,6 @@ class TrajectoryWriter:
         self._whole = trajs_per_write is not None
         self._assembler = TrajectoryAssembler(trajs_per_write or _ANY_NUMBER, pieces=pieces, total_copies=total_copies)
 
-    @property
-    def frames_waiting(self) -> int:
-        """Rows that are not written yet."""
-        return self._assembler.frames_held
-
     def extend(self, batch: TensorDictBase) -> None:
         """Write what became complete.
 

@@ -42,8 +42,6 @@ class OffPolicy(ActorCritic):
     """How far the target networks move each time, 1 all the way."""
     target_update_every: int
     """Updates after which they move."""
-    max_grad_norm: float | None
-    """Limit on the global norm of the gradient."""
     num_updates: int
     """Updates so far; part of checkpoints."""
 
@@ -145,26 +143,6 @@ class OffPolicy(ActorCritic):
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.count_update()
-
-    @override
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Limit the global norm of the gradient to ``max_grad_norm``.
-
-        Args:
-            optimizer: Holds the parameters.
-            gradient_clip_val: The Trainer's own setting, which takes precedence.
-            gradient_clip_algorithm: The Trainer's own setting.
-        """
-        if gradient_clip_val is not None or self.max_grad_norm is None:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        # what the trainer would do, but under mixed precision it refuses to for a fused optimizer
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], self.max_grad_norm)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_collect import restore_successors
@@ -29,8 +28,6 @@ class OnPolicy(ActorCritic):
     """Discount factor."""
     lambda_: float
     """Lambda of generalized advantage estimation."""
-    max_grad_norm: float | None
-    """Limit on the global norm of the gradient."""
     normalize_advantage: bool
     """Whether advantages are shifted and scaled in each update."""
     anneal: bool
@@ -154,25 +151,6 @@ class OnPolicy(ActorCritic):
         return self.observed(restore_successors(batch)["next"] if following.get(key, None) is None else following)
 
     @override
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Limit the global norm of the gradient to ``max_grad_norm``.
-
-        Args:
-            optimizer: Holds the parameters.
-            gradient_clip_val: The Trainer's own setting, which takes precedence.
-            gradient_clip_algorithm: The Trainer's own setting.
-        """
-        if gradient_clip_val is not None or self.max_grad_norm is None:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        _clip_global_norm(optimizer, self.max_grad_norm)
-
-    @override
     def on_train_end(self) -> None:
         """Hand the statistics of the last updates to the loggers."""
         if self._statistics.num_updates:
@@ -252,12 +230,3 @@ class UpdateStatistics:
         if self._fit is not None:
             values["train/explained_variance"] = functional.explained_variance(*self._fit)
         return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
-
-
-def _clip_global_norm(optimizer: Optimizer, max_norm: float) -> None:
-    """Scale all gradients by ``1 / max(1, norm / max_norm)``: the effect of torch's function at half its cost."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not gradients:  # a training step that gave no loss, before any that did
-        return
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    torch._foreach_div_(gradients, (norm / max_norm).clamp_(min=1.0))

@@ -18,10 +18,11 @@ from lit_collect.config import Exploration, RolloutConfig
 from lit_collect.datamodule import CollectorDataModule
 from lit_collect.envs.spaces import describe_space
 from lit_collect.frames import count_frames, limit_frames
-from lit_collect.learner import initialise_lazy, policy_of
+from lit_collect.learner import initialise_lazy
 from lit_collect.offline.memory_maps import ABOUT, RowWriter
 from lit_collect.offline.minari import MinariWriter, dataset_id, find_minari, is_minari_id
 from lit_collect.offline.recording import EpisodeRecording, Recording, RowRecording
+from lit_collect.tools.fitted import policy_in
 from lit_collect.tools.tables import table, whole
 
 _DESCRIPTION = """\
@@ -134,14 +135,7 @@ def collector_of(data: Any, model: Any, given: argparse.Namespace) -> tuple[Coll
         TypeError: if the data module is of another kind, or there is no policy.
         ValueError: if the checkpoint does not fit.
     """
-    if not isinstance(data, CollectorDataModule):
-        raise TypeError(f"collect needs a config whose data is a CollectorDataModule, got {type(data).__name__}")
-    configure = getattr(model, "configure_spaces", None)
-    if configure is not None:
-        configure(data.observation_spec, data.action_spec)
-    policy = data._policy if data._policy is not None else policy_of(model)
-    if policy is None:
-        raise TypeError(f"there is no policy to act with : expected an attribute `policy` of {type(model).__name__}")
+    policy = policy_in(data, model, command="collect")
     exploration = data._rollout.exploration if given.exploration is None else given.exploration
     rollout = replace(data._rollout, init_random_frames=0, compact_obs=False, exploration=exploration)
     place = data._place("train")

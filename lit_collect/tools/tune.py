@@ -7,7 +7,7 @@ from typing import Any
 
 from lit_collect.config import nearest_multiples
 from lit_collect.datamodule import CollectorDataModule
-from lit_collect.learner import policy_of
+from lit_collect.tools.fitted import policy_in
 from lit_collect.tools.tables import per_second, table, whole
 from lit_collect.tools.trials import GOOD_ENOUGH, Candidate, Setup, Trial, Tuner, choose
 
@@ -100,14 +100,7 @@ def setup_of(data: Any, model: Any) -> Setup:
     Raises:
         TypeError: if the data module is of another kind, or there is no policy.
     """
-    if not isinstance(data, CollectorDataModule):
-        raise TypeError(f"tune needs a config whose data is a CollectorDataModule, got {type(data).__name__}")
-    configure = getattr(model, "configure_spaces", None)
-    if configure is not None:
-        configure(data.observation_spec, data.action_spec)
-    policy = data._policy if data._policy is not None else policy_of(model)
-    if policy is None:
-        raise TypeError(f"there is no policy to act with : expected an attribute `policy` of {type(model).__name__}")
+    policy = policy_in(data, model, command="tune")
     return Setup(
         source=data._source,
         policy=policy,
