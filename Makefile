@@ -24,6 +24,7 @@ bench: $(BENCH_VENV)/installed  ## Compare with hand-written loops and other lib
 	$(BENCH_VENV)/bin/python tests/benchmarks/vector_sources.py
 	$(BENCH_VENV)/bin/python tests/benchmarks/callbacks.py
 	$(BENCH_VENV)/bin/python tests/benchmarks/replay.py
+	$(BENCH_VENV)/bin/python tests/benchmarks/assembling.py
 
 clean:  ## Remove environments, caches and logs
 	rm -rf $(VENV) $(BENCH_VENV) build *.egg-info lightning_logs .pytest_cache .mypy_cache .ruff_cache

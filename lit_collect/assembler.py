@@ -1,15 +1,15 @@
 """`TrajectoryAssembler`: whole trajectories out of batches that cut them wherever they were full.
 
-Rows are not copied until a trajectory is taken (see `lit_collect.fragments`).
+Rows are copied once, when their trajectory ends; those of open ones lie in the batches until then.
 
-Legend: see `lit_collect.frames`. R = rows of a batch, M = rows of the trajectories that are taken.
+Legend: see `lit_collect.frames`. R = rows of a batch, P = pieces of trajectories in it, M = rows of the trajectories
+that are taken.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lit_collect.config import at_least
 from lit_collect.errors import FrameContractError
-from lit_collect.fragments import Fragment, Store, gather
+from lit_collect.finished import Finished
+from lit_collect.fragments import Columns, Fragment, Moves, Store, as_arrays, filled, gather, moves_of, picked
 from lit_collect.frames import (
     IS_INIT,
     LENGTHS,
@@ -33,7 +34,7 @@ from lit_collect.frames import (
     put_at,
     valid_rows,
 )
-from lit_collect.pieces import Pieces, find_pieces, per_row
+from lit_collect.pieces import find_pieces, per_row
 from lit_collect.successors import restore_successors
 
 TrajectoryFormat = Literal["cat", "padded"]
@@ -43,11 +44,24 @@ _UNKNOWN = np.iinfo(np.int64).max  # version of rows that were acted at random
 
 @dataclass(slots=True, eq=False)
 class _Trajectory:
-    """Rows of one id."""
+    """Rows of one id that came with earlier batches."""
 
     fragments: list[Fragment] = field(default_factory=list)
     length: int = 0
     version: int = _UNKNOWN  # the oldest weights that acted in it
+
+
+class _Arrived(NamedTuple):
+    """The pieces of trajectories in a batch, in the order of their first rows."""
+
+    rows: np.ndarray  # [M] int64, positions in the flattened batch, piece by piece
+    starts: np.ndarray  # [P] int64, the first row of each
+    lasts: np.ndarray  # [P] int64, the last row of each
+    lengths: np.ndarray  # [P] int64
+    ids: np.ndarray  # [P] int64
+    begins: np.ndarray  # [P] bool, it is the beginning of a trajectory
+    ends: np.ndarray  # [P] bool, it is the end of one
+    versions: np.ndarray  # [P] int64, the oldest weights that acted
 
 
 class TrajectoryAssembler:
@@ -102,32 +116,31 @@ class TrajectoryAssembler:
             at_least("total_copies", total_copies, 1, or_none=True)
         self._count, self._is_padded, self._pieces = trajs_per_batch, traj_format == "padded", pieces
         self._total_copies = total_copies
-        self._complete: deque[_Trajectory] = deque()
+        self._finished = Finished()
         self._open: dict[int, _Trajectory | None] = {}  # by id; None: not whole, so that its rows are dropped
         self._running: dict[int, int] = {}  # of each env copy: the id of its latest trajectory
         self._store = Store()
         self._kind: dict[Key, tuple[torch.dtype, torch.Size]] = {}  # of each column
-        self._frames_complete = self._frames_open = 0
 
     @property
     def num_complete(self) -> int:
         """Trajectories that can be taken."""
-        return len(self._complete)
+        return self._finished.count
 
     @property
     def frames_complete(self) -> int:
         """Rows of those."""
-        return self._frames_complete
+        return self._finished.rows
 
     @property
     def frames_open(self) -> int:
         """Rows of trajectories that go on."""
-        return self._frames_open
+        return self._store.rows_needed
 
     @property
     def frames_held(self) -> int:
         """Rows of both."""
-        return self._frames_complete + self._frames_open
+        return self.frames_complete + self.frames_open
 
     def add(self, batch: TensorDictBase) -> int:
         """Take in the rows of a batch.
@@ -149,53 +162,32 @@ class TrajectoryAssembler:
             raise TypeError(f"a batch must be a TensorDict, got {type(batch).__name__}")
         batch = restore_successors(batch)
         columns = self._checked(batch)
-        ids, done = per_row(batch, TRAJ_IDS), per_row(batch, NEXT_DONE)
-        mask = valid_rows(batch)
-        valid = ids != NO_TRAJECTORY
-        found = find_pieces(ids, done, valid if mask is None else valid & per_row(batch, MASK))
-        if not len(found.rows):
+        arrived = self._arrived(batch)
+        if not len(arrived.rows):
             return 0
-        self._kind = self._kind or {key: (column.dtype, column.shape[1:]) for key, column in columns.items()}
-        firsts = found.rows[found.starts]
-        lasts = found.rows[found.starts + found.lengths - 1]
-        starts = firsts
-        if (lasts - firsts != found.lengths - 1).any():  # rows of others lie in between
-            rows = torch.from_numpy(found.rows)
-            columns = {key: column.index_select(0, rows.to(column.device)) for key, column in columns.items()}
-            starts = found.starts
-        block = self._store.keep(columns, len(found.rows))
-        fragments = [
-            Fragment(block=block, start=start, length=length)
-            for start, length in zip(starts.tolist(), found.lengths.tolist(), strict=True)
-        ]
-        begins = np.ones(len(firsts), bool) if self._pieces else per_row(batch, IS_INIT)[firsts]
-        dropped, ended = 0, []
-        for fragment, name, whole, version, ends in zip(
-            fragments,
-            *(column.tolist() for column in (ids[firsts], begins, _oldest(batch, found), done[lasts])),
-            strict=True,
-        ):
-            if name not in self._open:
-                dropped += self._begin(name, whole=whole)
-            trajectory = self._open[name]
-            dropped += self._append(trajectory, fragment, version)
-            if ends:
-                del self._open[name]
-                ended.append(trajectory)
-        line, step = np.divmod(lasts[done[lasts]], batch.shape[-1])
-        for position in np.lexsort((line, step)).tolist():
-            self._complete_one(ended[position])
-        self._store.tidy(lambda: _fragments([*self._complete, *self._open.values()]))
-        return dropped
+        self._kind = self._kind or _kinds(columns, batch.batch_dims)
+        arrays = as_arrays(columns, batch.batch_dims)
+        if (arrived.lasts - arrived.starts != arrived.lengths - 1).any():  # rows of others lie in between
+            arrays = {key: picked(column, arrived.rows) for key, column in arrays.items()}
+            arrived = arrived._replace(starts=np.cumsum(arrived.lengths) - arrived.lengths)
+        before = self.frames_held
+        ended, running = self._sorted(arrived)
+        if ended:
+            line, step = np.divmod(arrived.lasts[list(ended)], batch.shape[-1])
+            self._finish(arrays, arrived, ended, np.lexsort((line, step)).tolist())
+        if running:
+            self._append(arrays, arrived, running)
+        self._store.tidy(lambda: _fragments(self._open.values()))
+        return before + len(arrived.rows) - self.frames_held
 
     def take(self) -> TensorDict | None:
         """The oldest complete trajectories, exactly `trajs_per_batch` of them.
 
         Returns:
             [M] or [B, T], with ``("collector", "mask")`` and ``("collector", "lengths")`` (the length of each row's
-            trajectory); None if there are fewer.
+            trajectory); None if there are fewer. No two batches share a row, but they may be parts of the same memory.
         """
-        return self._take(self._count) if len(self._complete) >= self._count else None
+        return self._take(self._count) if self.num_complete >= self._count else None
 
     def rest(self) -> TensorDict | None:
         """The oldest complete trajectories, at most `trajs_per_batch` of them.
@@ -203,7 +195,7 @@ class TrajectoryAssembler:
         Returns:
             See `take`; None if there are none.
         """
-        return self._take(min(self._count, len(self._complete))) if self._complete else None
+        return self._take(min(self._count, self.num_complete)) if self.num_complete else None
 
     def drop_open(self) -> int:
         """Drop what is not complete, because it never will be.
@@ -211,13 +203,10 @@ class TrajectoryAssembler:
         Returns:
             Rows that were dropped.
         """
-        dropped = self._frames_open
-        for trajectory in self._open.values():
-            if trajectory is not None:
-                self._release(trajectory)
+        dropped = self.frames_open
         self._open.clear()
         self._running.clear()
-        self._frames_open = 0
+        self._store = Store()
         return dropped
 
     def drop_older_than(self, version: int) -> int:
@@ -234,16 +223,7 @@ class TrajectoryAssembler:
         """
         if self._kind and POLICY_VERSION not in self._kind:
             raise FrameContractError(f"a batch lacks the key {POLICY_VERSION} : expected the version of each row")
-        before = self._frames_complete
-        kept: deque[_Trajectory] = deque()
-        for trajectory in self._complete:
-            if trajectory.version >= version:
-                kept.append(trajectory)
-            else:
-                self._release(trajectory)
-                self._frames_complete -= trajectory.length
-        self._complete = kept
-        return before - self._frames_complete
+        return self._finished.drop_older_than(version)
 
     def forget(self) -> int:
         """Drop everything; the next batch may have other keys.
@@ -251,20 +231,15 @@ class TrajectoryAssembler:
         Returns:
             Rows that were dropped.
         """
-        dropped = self.frames_held
-        self._complete.clear()
-        self._open.clear()
-        self._running.clear()
+        dropped = self.frames_complete + self.drop_open()
+        self._finished.clear()
         self._kind = {}
-        self._store = Store()
-        self._frames_complete = self._frames_open = 0
         return dropped
 
     def _checked(self, batch: TensorDictBase) -> dict[Key, Tensor]:
-        """The columns of a batch by key, [R, ...]."""
+        """The columns of a batch by key."""
         if not batch.batch_dims:
             raise FrameContractError("a batch must have at least the dimension of time, got the batch size []")
-        dims = batch.batch_dims
         given = columns_of(batch)
         given.pop(MASK, None)
         needed = (TRAJ_IDS, NEXT_DONE) if self._pieces else (TRAJ_IDS, NEXT_DONE, IS_INIT)
@@ -274,7 +249,7 @@ class TrajectoryAssembler:
                 f"whole trajectories cannot be found in a batch : expected the keys {', '.join(map(str, needed))}, got "
                 f"none at {', '.join(map(str, missing))}; give batches as a Collector makes them"
             )
-        kind = {key: (column.dtype, column.shape[dims:]) for key, column in given.items()}
+        kind = _kinds(given, batch.batch_dims)
         if not self._kind:
             self._check_tensors(batch, given)
         elif kind != self._kind:
@@ -282,7 +257,7 @@ class TrajectoryAssembler:
                 f"batches of one assembler must have the same columns : {_difference(self._kind, kind)}; give these to "
                 f"another one, or call forget() first"
             )
-        return {key: column.reshape(-1, *column.shape[dims:]) for key, column in given.items()}
+        return given
 
     @staticmethod
     def _check_tensors(batch: TensorDictBase, given: Mapping[Key, Tensor]) -> None:
@@ -293,96 +268,138 @@ class TrajectoryAssembler:
                 f"trajectories are assembled of tensors only : expected no {', '.join(map(str, others))}; exclude it"
             )
 
-    def _begin(self, name: int, *, whole: bool) -> int:
-        """A new id. Returns rows that are dropped because an earlier one of the same env copy never ended."""
-        earlier = None
+    def _arrived(self, batch: TensorDictBase) -> _Arrived:
+        """What is in a batch."""
+        ids, done = per_row(batch, TRAJ_IDS), per_row(batch, NEXT_DONE)
+        valid = ids != NO_TRAJECTORY
+        if valid_rows(batch) is not None:
+            valid &= per_row(batch, MASK)
+        found = find_pieces(ids, done, valid)
+        starts, lasts = found.rows[found.starts], found.rows[found.starts + found.lengths - 1]
+        begins = np.ones(len(starts), bool) if self._pieces else per_row(batch, IS_INIT)[starts]
+        if batch.get(POLICY_VERSION, None) is None or not len(starts):
+            versions = np.full(len(starts), _UNKNOWN)
+        else:
+            acted = per_row(batch, POLICY_VERSION)[found.rows]
+            versions = np.minimum.reduceat(np.where(acted < 0, _UNKNOWN, acted), found.starts)
+        return _Arrived(
+            rows=found.rows,
+            starts=starts,
+            lasts=lasts,
+            lengths=found.lengths,
+            ids=ids[starts],
+            begins=begins,
+            ends=done[lasts],
+            versions=versions,
+        )
+
+    def _sorted(self, arrived: _Arrived) -> tuple[dict[int, _Trajectory], dict[int, _Trajectory]]:
+        """The trajectories that end in a batch and those that go on, by their pieces; others are not whole."""
+        ended: dict[int, _Trajectory] = {}
+        running: dict[int, _Trajectory] = {}
+        each = zip(arrived.ids.tolist(), arrived.begins.tolist(), arrived.ends.tolist(), strict=True)
+        for piece, (name, begins, ends) in enumerate(each):
+            if name not in self._open:
+                self._begin(name, whole=begins)
+            trajectory = self._open.pop(name) if ends else self._open[name]
+            if trajectory is not None:
+                (ended if ends else running)[piece] = trajectory
+        still = {id(trajectory) for trajectory in self._open.values()}  # others had a piece and were then replaced
+        return ended, {piece: trajectory for piece, trajectory in running.items() if id(trajectory) in still}
+
+    def _begin(self, name: int, *, whole: bool) -> None:
+        """A new id: an earlier one of the same env copy will never end."""
         if self._total_copies is not None:
             copy = name % self._total_copies
             earlier = self._open.pop(self._running.get(copy, NO_TRAJECTORY), None)
             self._running[copy] = name
+            if earlier is not None:
+                self._release(earlier)
         self._open[name] = _Trajectory() if whole else None
-        if earlier is None:
-            return 0
-        self._release(earlier)
-        self._frames_open -= earlier.length
-        return earlier.length
 
-    def _append(self, trajectory: _Trajectory | None, fragment: Fragment, version: int) -> int:
-        """More rows of a trajectory. Returns how many are dropped."""
-        if trajectory is None:
-            self._store.release(fragment.block, fragment.length)
-            return fragment.length
-        trajectory.fragments.append(fragment)
-        trajectory.length += fragment.length
-        trajectory.version = min(trajectory.version, version)
-        self._frames_open += fragment.length
-        return 0
+    def _finish(
+        self, arrays: Columns, arrived: _Arrived, ended: Mapping[int, _Trajectory], order: Sequence[int]
+    ) -> None:
+        """Put whole trajectories together."""
+        pieces, trajectories = np.array(list(ended))[order], [list(ended.values())[position] for position in order]
+        before = np.array([trajectory.length for trajectory in trajectories])
+        lengths = before + arrived.lengths[pieces]
+        firsts = np.cumsum(lengths) - lengths
+        moves = [Moves(arrays, arrived.starts[pieces], arrived.lengths[pieces], firsts + before)]
+        earlier = [
+            (first, trajectory)
+            for first, trajectory in zip(firsts.tolist(), trajectories, strict=True)
+            if trajectory.fragments
+        ]
+        if earlier:
+            targets: list[int] = []
+            for first, trajectory in earlier:
+                targets += accumulate((part.length for part in trajectory.fragments[:-1]), initial=first)
+            moves += moves_of(_fragments(trajectory for _, trajectory in earlier), targets)
+        versions = np.minimum(arrived.versions[pieces], [trajectory.version for trajectory in trajectories])
+        self._finished.put(gather(moves, int(lengths.sum())), lengths, versions)
+        for _, trajectory in earlier:
+            self._release(trajectory)
 
-    def _complete_one(self, trajectory: _Trajectory | None) -> None:
-        if trajectory is not None:
-            self._complete.append(trajectory)
-            self._frames_open -= trajectory.length
-            self._frames_complete += trajectory.length
+    def _append(self, arrays: Columns, arrived: _Arrived, running: Mapping[int, _Trajectory]) -> None:
+        """Keep the rows of trajectories that go on."""
+        block = self._store.keep(arrays, int(arrived.lengths[list(running)].sum()))
+        for piece, trajectory in running.items():
+            length = int(arrived.lengths[piece])
+            trajectory.fragments.append(Fragment(block=block, start=int(arrived.starts[piece]), length=length))
+            trajectory.length += length
+            trajectory.version = min(trajectory.version, int(arrived.versions[piece]))
 
     def _take(self, count: int) -> TensorDict:
-        taken = [self._complete.popleft() for _ in range(count)]
-        self._frames_complete -= sum(trajectory.length for trajectory in taken)
+        columns, lengths = self._finished.take(count)
         with torch.inference_mode(False):
-            batch = _padded(taken) if self._is_padded else _joined(taken)
-        for trajectory in taken:
-            self._release(trajectory)
-        return batch
+            return _padded(columns, lengths) if self._is_padded else _joined(columns, lengths)
 
     def _release(self, trajectory: _Trajectory) -> None:
         for fragment in trajectory.fragments:
             self._store.release(fragment.block, fragment.length)
 
 
-def _oldest(batch: TensorDictBase, found: Pieces) -> np.ndarray:
-    """[B] int64: the oldest weights that acted in each trajectory."""
-    if batch.get(POLICY_VERSION, None) is None:
-        return np.full(len(found.starts), _UNKNOWN)
-    versions = per_row(batch, POLICY_VERSION)[found.rows]
-    return np.minimum.reduceat(np.where(versions < 0, _UNKNOWN, versions), found.starts)
-
-
-def _joined(taken: Sequence[_Trajectory]) -> TensorDict:
+def _joined(columns: Columns, lengths: np.ndarray) -> TensorDict:
     """[M], one after the other."""
-    lengths = torch.tensor([trajectory.length for trajectory in taken])
-    repeated = lengths.repeat_interleave(lengths)
-    columns = gather(_fragments(taken), len(repeated))
-    return _labelled(columns, repeated.shape, torch.ones_like(repeated, dtype=torch.bool), repeated)
+    repeated = np.repeat(lengths, lengths)
+    return _batch(columns, np.ones(len(repeated), bool), repeated, names=["time"])
 
 
-def _padded(taken: Sequence[_Trajectory]) -> TensorDict:
+def _padded(columns: Columns, lengths: np.ndarray) -> TensorDict:
     """[B, T], one below the other."""
-    lengths = torch.tensor([trajectory.length for trajectory in taken])
     longest = int(lengths.max())
-    repeated = lengths[:, None].repeat(1, longest)
-    mask = torch.arange(longest) < repeated
-    targets: list[int] = []
-    for line, trajectory in enumerate(taken):
-        targets += accumulate((part.length for part in trajectory.fragments[:-1]), initial=line * longest)
-    columns = gather(_fragments(taken), mask.numel(), targets)
-    ids = columns[TRAJ_IDS]
-    ids.view(-1).masked_fill_(~mask.view(-1).to(ids.device), NO_TRAJECTORY)
-    return _labelled(columns, mask.shape, mask, repeated)
+    repeated = np.repeat(lengths[:, None], longest, 1)
+    mask = np.arange(longest) < repeated
+    places = np.flatnonzero(mask)
+    spread = {}
+    for key, column in columns.items():
+        shape = column.shape[1:]
+        rows = column.reshape(-1) if shape == (1,) else column  # NumPy is faster so
+        room = filled(rows, mask.size, NO_TRAJECTORY if key == TRAJ_IDS else 0)
+        room[places] = rows
+        spread[key] = room.reshape(*mask.shape, *shape)
+    return _batch(spread, mask, repeated, names=[None, "time"])
+
+
+def _batch(columns: Columns, mask: np.ndarray, lengths: np.ndarray, names: list[str | None]) -> TensorDict:
+    """A batch; mask and lengths have its shape already."""
+    root: dict[str, Any] = {}
+    for key, column in columns.items():
+        put_at(root, key, torch.from_numpy(column) if isinstance(column, np.ndarray) else column)
+    device = root[TRAJ_IDS[0]][TRAJ_IDS[1]].device
+    put_at(root, MASK, torch.from_numpy(mask).to(device))
+    put_at(root, LENGTHS, torch.from_numpy(lengths).to(device))
+    return TensorDict(root, batch_size=mask.shape, names=names)  # type: ignore[arg-type]
 
 
 def _fragments(trajectories: Iterable[_Trajectory | None]) -> list[Fragment]:
     return [part for trajectory in trajectories if trajectory is not None for part in trajectory.fragments]
 
 
-def _labelled(columns: dict[Key, Tensor], shape: torch.Size, mask: Tensor, lengths: Tensor) -> TensorDict:
-    """A batch of that shape; mask and lengths have it already."""
-    device = columns[TRAJ_IDS].device
-    root: dict[str, Any] = {}
-    for key, column in columns.items():
-        put_at(root, key, column if len(shape) == 1 else column.view(*shape, *column.shape[1:]))
-    put_at(root, MASK, mask.to(device))
-    put_at(root, LENGTHS, lengths.to(device))
-    names = [None, "time"][-len(shape) :]
-    return TensorDict(root, batch_size=shape, names=names)  # type: ignore[arg-type]
+def _kinds(columns: Mapping[Key, Tensor], dims: int) -> dict[Key, tuple[torch.dtype, torch.Size]]:
+    """What a row is in each column."""
+    return {key: (column.dtype, column.shape[dims:]) for key, column in columns.items()}
 
 
 def _difference(expected: Mapping[Key, Any], got: Mapping[Key, Any]) -> str:

@@ -4,13 +4,12 @@ Nothing is copied until it is taken. But one long trajectory would keep every ba
 blocks that are mostly of no use any more are merged into one from time to time: at most half of what is kept, and a few
 batches, are unused.
 
-Legend: R = rows of a block, M = rows of fragments, one after the other.
+Legend: R = rows of a block, F = fragments.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +17,9 @@ from torch import Tensor
 
 from lit_collect.frames import Key
 from lit_collect.pieces import ranges
+
+Columns = Mapping[Key, Any]
+"""[R, ...] by key: arrays, or tensors where NumPy cannot have them."""
 
 _SPARE = 4  # batches of rows that may lie around unused
 _LARGE = 1024  # bytes of a row from which on it pays to copy fragment by fragment
@@ -27,8 +29,8 @@ _LARGE = 1024  # bytes of a row from which on it pays to copy fragment by fragme
 class Block:
     """Rows of one batch, or of several that were merged."""
 
-    columns: Mapping[Key, Any]
-    """[R, ...] by key: arrays, or tensors where NumPy cannot have them."""
+    columns: Columns
+    """[R, ...] by key."""
     size: int
     """R."""
     needed: int
@@ -46,15 +48,28 @@ class Fragment:
     """Rows."""
 
 
+class Moves(NamedTuple):
+    """Fragments of the same columns, and where they go."""
+
+    columns: Columns
+    """[R, ...] by key."""
+    starts: np.ndarray
+    """[F] int64, the first row of each."""
+    lengths: np.ndarray
+    """[F] int64."""
+    targets: np.ndarray
+    """[F] int64, where its first row goes."""
+
+
 class Store:
     """The blocks that are needed.
 
     Example:
         >>> store = Store()
-        >>> block = store.keep({("step",): torch.arange(4)}, needed=3)
+        >>> block = store.keep(as_arrays({("step",): torch.arange(4)}), needed=3)
         >>> fragments = [Fragment(block=block, start=3, length=1), Fragment(block=block, start=0, length=2)]
-        >>> gather(fragments, size=3)
-        {('step',): tensor([3, 0, 1])}
+        >>> gather(moves_of(fragments, [0, 1]), size=3)
+        {('step',): array([3, 0, 1])}
         >>> store.release(block, 3)
         >>> store.rows
         0
@@ -68,7 +83,7 @@ class Store:
         self.rows_needed = 0
         """Rows that may still be taken."""
 
-    def keep(self, columns: Mapping[Key, Tensor], needed: int) -> Block:
+    def keep(self, columns: Columns, needed: int) -> Block:
         """Keep the rows of a batch.
 
         Args:
@@ -97,59 +112,91 @@ class Store:
             return
         moved = [fragment for fragment in fragments() if 2 * fragment.block.needed < fragment.block.size]
         lengths = np.array([fragment.length for fragment in moved])
-        count = int(lengths.sum())
-        merged = self._put(gather(moved, count), count)
-        for fragment, start in zip(moved, (np.cumsum(lengths) - lengths).tolist(), strict=True):
+        count, starts = int(lengths.sum()), (np.cumsum(lengths) - lengths).tolist()
+        merged = self._put(gather(moves_of(moved, starts), count), count)
+        for fragment, start in zip(moved, starts, strict=True):
             self.release(fragment.block, fragment.length)
             fragment.block, fragment.start = merged, start
 
-    def _put(self, columns: Mapping[Key, Tensor], needed: int) -> Block:
-        arrays = {key: _as_array(column) for key, column in columns.items()}
-        block = Block(columns=arrays, size=len(next(iter(columns.values()))), needed=needed)
+    def _put(self, columns: Columns, needed: int) -> Block:
+        block = Block(columns=columns, size=len(next(iter(columns.values()))), needed=needed)
         self._blocks[block] = None
         self.rows += block.size
         self.rows_needed += needed
         return block
 
 
-def gather(fragments: Sequence[Fragment], size: int, targets: Sequence[int] | None = None) -> dict[Key, Tensor]:
+def moves_of(fragments: Sequence[Fragment], targets: Sequence[int]) -> list[Moves]:
+    """What is to be copied, block by block.
+
+    Args:
+        fragments: F of them.
+        targets: [F], where the first row of each goes.
+    """
+    by_block: dict[Block, list[tuple[int, int, int]]] = {}
+    for fragment, target in zip(fragments, targets, strict=True):
+        by_block.setdefault(fragment.block, []).append((fragment.start, fragment.length, target))
+    return [Moves(block.columns, *np.array(moved).T) for block, moved in by_block.items()]
+
+
+def gather(moves: Sequence[Moves], size: int) -> dict[Key, Any]:
     """Copy the rows of fragments.
 
     Args:
-        fragments: at least one.
+        moves: at least one; together they fill all rows of the result.
         size: rows of the result.
-        targets: where the first row of each fragment goes, ascending; rows between them are zero. None: one after the
-            other.
 
     Returns:
-        [size, ...] by key, on the device of the first block.
+        [size, ...] by key, on the device of the first ones.
     """
-    if targets is None:
-        targets = list(accumulate((fragment.length for fragment in fragments[:-1]), initial=0))
-    by_block: dict[Block, list[tuple[int, int, int]]] = {}
-    for fragment, target in zip(fragments, targets, strict=True):
-        by_block.setdefault(fragment.block, []).append((target, fragment.start, fragment.length))
-    blocks, spans = list(by_block), list(by_block.values())
-    moves = [np.array(moved).T for moved in spans]
-    rows = [ranges(start, length) for _, start, length in moves]
+    first, *others = moves
+    chosen = np.zeros(size, np.int64)  # of the first columns; rows that are of others are overwritten
+    chosen[ranges(first.targets, first.lengths)] = ranges(first.starts, first.lengths)
+    rows = [ranges(move.starts, move.lengths) for move in others]
+    places = [ranges(move.targets, move.lengths) for move in others]
+    gathered = {}
     with torch.inference_mode(False):
-        if len(blocks) == 1 and len(rows[0]) == size:  # they come in their order, without gaps
-            return {key: _as_tensor(_picked(column, rows[0])) for key, column in blocks[0].columns.items()}
-        places = [ranges(target, length) for target, _, length in moves]
-        gathered = {}
-        for key, first in blocks[0].columns.items():
-            columns = [block.columns[key] for block in blocks]
-            result = _zeros(size, first)
-            if first.nbytes >= _LARGE * len(first):
-                _copy_spans(result, columns, spans)
-            else:
-                _copy_rows(result, columns, rows, places)
-            gathered[key] = _as_tensor(result)
+        for key, column in first.columns.items():
+            if column.nbytes >= _LARGE * len(column):
+                gathered[key] = _copied_spans(key, moves, size)
+                continue
+            gathered[key] = picked(column, chosen)
+            for move, taken, place in zip(others, rows, places, strict=True):
+                gathered[key][place] = picked(move.columns[key], taken)
     return gathered
 
 
+def as_arrays(columns: Mapping[Key, Tensor], dims: int = 1) -> dict[Key, Any]:
+    """The rows of a batch as arrays, where they can be: on a few rows NumPy's calls outrun those of torch.
+
+    Args:
+        columns: [..., ...] by key.
+        dims: batch dimensions, which become one.
+
+    Returns:
+        [R, ...] by key, the same memory where it can be.
+    """
+    arrays = {}
+    for key, column in columns.items():
+        array = _as_array(column)
+        arrays[key] = array if dims == 1 else array.reshape(-1, *column.shape[dims:])
+    return arrays
+
+
+def picked(column: Any, rows: np.ndarray) -> Any:
+    """Copies of rows of an array or tensor."""
+    return column.take(rows, 0) if isinstance(column, np.ndarray) else column[rows]
+
+
+def filled(like: Any, size: int, value: int) -> Any:
+    """As many rows of the same kind, all of one value."""
+    shape = (size, *like.shape[1:])
+    if not isinstance(like, np.ndarray):
+        return like.new_full(shape, value)
+    return np.full(shape, value, like.dtype) if value else np.zeros(shape, like.dtype)
+
+
 def _as_array(column: Tensor) -> Any:
-    """The same memory as an array, if it can be: on a few rows NumPy's calls take a fraction of the time of torch's."""
     if not column.is_cpu:
         return column
     try:
@@ -158,27 +205,11 @@ def _as_array(column: Tensor) -> Any:
         return column
 
 
-def _as_tensor(column: Any) -> Tensor:
-    return torch.from_numpy(column) if isinstance(column, np.ndarray) else column
-
-
-def _picked(column: Any, rows: np.ndarray) -> Any:
-    return column.take(rows, 0) if isinstance(column, np.ndarray) else column[rows]
-
-
-def _zeros(size: int, like: Any) -> Any:
-    shape = (size, *like.shape[1:])
-    return np.zeros(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_zeros(shape)
-
-
-def _copy_rows(result: Any, columns: Sequence[Any], rows: Sequence[np.ndarray], places: Sequence[np.ndarray]) -> None:
-    """In two passes, with one call for each block."""
-    for column, chosen, place in zip(columns, rows, places, strict=True):
-        result[place] = _picked(column, chosen)
-
-
-def _copy_spans(result: Any, columns: Sequence[Any], spans: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+def _copied_spans(key: Key, moves: Sequence[Moves], size: int) -> Any:
     """In one pass, with one call for each fragment."""
-    for column, moves in zip(columns, spans, strict=True):
-        for target, start, length in moves:
+    result = filled(moves[0].columns[key], size, 0)
+    for move in moves:
+        column = move.columns[key]
+        for start, length, target in zip(*(of.tolist() for of in move[1:]), strict=True):
             result[target : target + length] = column[start : start + length]
+    return result

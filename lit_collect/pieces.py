@@ -38,17 +38,29 @@ def find_pieces(groups: np.ndarray, ends: np.ndarray | None, valid: np.ndarray |
         [0, 2, 1, 3]
     """
     rows = np.arange(len(groups)) if valid is None else np.flatnonzero(valid)
-    rows = rows[np.argsort(groups[rows], kind="stable")]
-    grouped = groups[rows]
-    first = np.ones(len(rows), bool)
-    np.not_equal(grouped[1:], grouped[:-1], out=first[1:])
+    grouped = groups if len(rows) == len(groups) else groups[rows]
+    changes = _changes(grouped)
+    values = grouped[changes].tolist()
+    together = len(set(values)) == len(values)  # as in a batch of env copies, which needs no sorting
+    if not together:
+        rows = rows[np.argsort(grouped, kind="stable")]
+        changes = _changes(groups[rows])
     if ends is not None:
-        first[1:] |= ends[rows[:-1]]
-    starts = np.flatnonzero(first)
-    lengths = np.diff(starts, append=len(rows))
+        changes[1:] |= ends[rows[:-1]]
+    starts = np.flatnonzero(changes)
+    lengths = np.append(starts[1:], len(rows))[: len(starts)] - starts
+    if together:
+        return Pieces(rows, starts, lengths)
     order = np.argsort(rows[starts], kind="stable")
     lengths = lengths[order]
     return Pieces(rows[ranges(starts[order], lengths)], np.cumsum(lengths) - lengths, lengths)
+
+
+def _changes(values: np.ndarray) -> np.ndarray:
+    """[M] bool: values that are another than the one before."""
+    changes = np.ones(len(values), bool)
+    np.not_equal(values[1:], values[:-1], out=changes[1:])
+    return changes
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -31,6 +31,20 @@ def test_find_pieces_when_there_are_no_rows_then_there_are_none():
     assert pieces([1, 2], valid=np.zeros(2, bool)) == []
 
 
+def test_find_pieces_when_rows_of_each_id_lie_together_then_it_is_as_if_they_were_sorted():
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        groups = np.repeat(random.permutation(6), random.integers(0, 4, 6))  # no id has two runs
+        ends, valid = random.random((2, len(groups))) < [[0.3], [0.8]]
+        wanted: dict[tuple[int, int], list[int]] = {}
+        for row in np.flatnonzero(valid).tolist():
+            ended = sum(
+                ends[earlier] for earlier in np.flatnonzero(valid) if earlier < row and groups[earlier] == groups[row]
+            )
+            wanted.setdefault((groups[row], ended), []).append(row)
+        assert pieces(groups, ends, valid) == sorted(wanted.values())
+
+
 def test_lengths_of_rows_when_trajectories_differ_then_each_row_tells_its_own():
     assert lengths_of_rows(find_pieces(np.array([4, 6, 6]), None, None)).tolist() == [1, 2, 2]
 

@@ -314,6 +314,6 @@ def test_what_is_kept_is_bounded_by_what_is_needed(script: Script):
         largest = max(largest, batch.numel())
         assembler.add(batch)
         if count_frames(batch):  # else there was nothing to do
-            assert assembler._store.rows <= 2 * assembler.frames_held + 4 * largest
-        assert assembler._store.rows_needed == assembler.frames_held
+            assert assembler._store.rows <= 2 * assembler.frames_open + 4 * largest
+        assert assembler._store.rows_needed == assembler.frames_open
         take_all(assembler, 1)

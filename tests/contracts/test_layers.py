@@ -38,6 +38,7 @@ LAYERS = {
     "lit_collect.rollout": 3,
     "lit_collect.trajectories": 3,
     "lit_collect.assembler": 3,
+    "lit_collect.finished": 3,
     "lit_collect.fragments": 3,
     "lit_collect.pieces": 3,
     "lit_collect.replay": 3,
