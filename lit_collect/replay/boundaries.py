@@ -4,6 +4,8 @@ A *piece* is what is left of one trajectory: rows that follow each other without
 those of other env copies between them, and the oldest of them are overwritten first.
 """
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -165,9 +167,9 @@ class Boundaries:
         """
         found = np.empty((steps, len(positions)), self._following.dtype)
         found[0] = positions
-        for step in range(1, steps):
-            # wrapped, -1 leads to the last entry, which leads nowhere
-            np.take(self._following, found[step - 1], out=found[step], mode="wrap")
+        rows, lead = list(found), self._following.take
+        for before, after in pairwise(rows):
+            lead(before, 0, after, "wrap")  # -1 is the last entry, which leads nowhere
         return found.T.astype(np.int64, order="C")
 
     def draw_starts(

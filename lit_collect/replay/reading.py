@@ -169,26 +169,26 @@ def mark_slices(sample: TensorDictBase, positions: np.ndarray, *, padded: bool) 
     """
     done, truncated = _flag(sample, NEXT_DONE), _flag(sample, NEXT_TRUNCATED)
     _flag(sample, IS_INIT)[:, 0] = True
-    valid = torch.from_numpy(positions >= 0)
-    if padded:
-        sample.set(MASK, valid)
-    if not padded or bool(valid.all()):
+    valid = positions >= 0 if padded else None
+    if valid is not None:
+        sample.set(MASK, torch.from_numpy(valid))
+    if valid is None or valid.all():
         truncated[:, -1] |= ~done[:, -1]
         done[:, -1] = True
         return
     for key in (TRAJ_IDS, POLICY_VERSION):
         if (ids := sample.get(key, None)) is not None:
-            ids[~valid] = NO_TRAJECTORY
-    last = torch.arange(len(positions)), valid.sum(1) - 1
+            ids[torch.from_numpy(~valid)] = NO_TRAJECTORY
+    last = np.arange(len(positions)), valid.sum(1) - 1
     truncated[last] |= ~done[last]
     done[last] = True
 
 
-def _flag(sample: TensorDictBase, key: Key) -> Tensor:
-    """The flag of a key, [S, L, ...] bool; where rows have none, it is put there."""
+def _flag(sample: TensorDictBase, key: Key) -> np.ndarray:
+    """The flag of a key, [S, L, ...] bool, the same memory; where rows have none, it is put there."""
     found = sample.get(key, None)
     if found is None:
         like = sample.get(NEXT_DONE, None)
         found = torch.zeros((*sample.batch_size, 1) if like is None else like.shape, dtype=torch.bool)
         sample.set(key, found)
-    return found
+    return found.numpy()
