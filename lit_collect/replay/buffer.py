@@ -15,7 +15,7 @@ from lit_collect.errors import FrameContractError
 from lit_collect.frames import INDEX, WEIGHT, WRITTEN
 from lit_collect.replay.compact import LinkedSuccessors, linked_keys
 from lit_collect.replay.intake import Intake
-from lit_collect.replay.layout import RowLayout
+from lit_collect.replay.layout import RowLayout, outside_inference
 from lit_collect.replay.names import resolve_storage
 from lit_collect.replay.reading import RowAccess, addressed, as_positions, mark_slices, places_of
 from lit_collect.replay.rows import StoredRows
@@ -180,7 +180,7 @@ class ReplayBuffer:
             drawn = self._sampler.draw(self._rows, size, self._rng)
             positions = drawn.positions
             written = self._rows.serials(positions)
-            with torch.inference_mode(False):
+            with outside_inference():
                 extra = {INDEX: torch.from_numpy(positions), WRITTEN: torch.from_numpy(written)}
                 if drawn.weights is not None:
                     extra[WEIGHT] = torch.from_numpy(drawn.weights)

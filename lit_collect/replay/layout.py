@@ -5,6 +5,7 @@ strided view of what was taken.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By item size: in what dtype items travel whose own dtype NumPy does not know."""
 
 _NO_LEAVES: Mapping[Key, Tensor] = {}
+
+_SHORT = 64  # bytes of a vector up to which NumPy copies it faster as one item than number by number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,11 @@ class Leaf:
     def format(self) -> tuple[np.dtype, tuple[int, ...]]:
         """NumPy's dtype of the items in the record, and their shape."""
         return torch.empty(0, dtype=self.carrier).numpy().dtype, self.shape
+
+    @property
+    def whole(self) -> str | None:
+        """NumPy's dtype of a short vector as one item, None for others."""
+        return f"V{_size(self)}" if len(self.shape) == 1 and self.shape[0] > 1 and _size(self) <= _SHORT else None
 
     def __str__(self) -> str:
         return f"{_name(self.dtype)} {list(self.shape)}"
@@ -87,6 +95,7 @@ class RowLayout:
         )
         numbers = {node: number for number, node in enumerate([(), *nodes])}
         self._nodes = [(numbers[node[:-1]], node[-1]) for node in nodes]  # each: number of its parent, name in it
+        self._whole = {leaf.key: leaf.whole for leaf in self.leaves}
         self._views = [  # each: number of its node, name in it, field, its dtype if the field has another one
             (numbers[leaf.key[:-1]], leaf.key[-1], leaf.field, _if_other(leaf.dtype, leaf.carrier))
             for leaf in self.leaves
@@ -150,7 +159,7 @@ class RowLayout:
             field, carrier = self._columns[key]
             if carrier is not None:
                 column = column.view(carrier)
-            records[field] = column.numpy(force=True)
+            _copy(records[field], column.numpy(force=True), self._whole[key])
         return records
 
     def unpack(
@@ -174,7 +183,7 @@ class RowLayout:
         for parent, name in self._nodes:
             nodes.append({})
             nodes[parent][name] = nodes[-1]
-        with torch.inference_mode(False):
+        with outside_inference():
             for node, name, field, dtype in self._views:
                 column = torch.from_numpy(records[field])
                 nodes[node][name] = column if dtype is None else column.view(dtype)
@@ -254,6 +263,19 @@ class RowLayout:
         if len(chosen) != len(self.leaves):
             raise self.mismatch(RowLayout.of(rows, leave_out=self.left_out))
         return chosen
+
+
+def outside_inference() -> AbstractContextManager[Any]:
+    """Where tensors are made that anything may be done with, also by a caller in inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _copy(into: np.ndarray, values: np.ndarray, whole: str | None) -> None:
+    """Copy one leaf of rows; `whole` is its dtype as one item."""
+    if whole is None:
+        into[...] = values
+    else:
+        into.view(whole)[:, 0] = np.ascontiguousarray(values).view(whole)[:, 0]
 
 
 def _record(leaves: Sequence[Leaf]) -> np.dtype:

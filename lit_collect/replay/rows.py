@@ -148,10 +148,11 @@ class StoredRows:
         """
         if self._serials is not None:
             return np.where(positions >= 0, self._serials[positions], -1)
-        cursor = self._seen % self.capacity
-        found = positions + (self._seen - cursor)
-        found -= self.capacity * (positions >= cursor)  # not overwritten yet in this lap
-        np.maximum(found, -1, out=found)
+        if self._seen < self.capacity:
+            found = np.where(positions < self._seen, positions, -1)
+        else:
+            oldest = self._seen - self.capacity
+            found = (positions - oldest) % self.capacity + oldest
         if found.size and positions.min() < 0:
             found[positions < 0] = -1
         if self._num_holes:

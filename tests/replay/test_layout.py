@@ -236,3 +236,13 @@ def test_of_when_a_value_cannot_be_stored_names_its_key(value):
 def test_of_rows_without_leaves_is_refused():
     with pytest.raises(FrameContractError, match="nothing to store"):
         RowLayout.of(TensorDict({"a": {}}, batch_size=[2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 100])
+def test_pack_when_vectors_are_no_one_piece_of_memory_then_each_number_is_in_its_place(dtype, size):
+    value = torch.arange(5 * size).reshape(size, 5).T.to(dtype)
+    rows = TensorDict({"value": value, "flag": torch.zeros(5, 1, dtype=torch.bool)}, batch_size=[5])
+    layout = RowLayout.of(rows)
+    assert torch.equal(layout.unpack(layout.pack(rows))["value"], value)
+    assert layout.pack(rows[:0]).shape == (0,)
