@@ -3,6 +3,7 @@
 They have no ``slots``: LightningCLI cannot parse a dataclass with slots.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -234,13 +235,22 @@ def settings(kind: type[C], value: Any, name: str) -> C:
         name: of the argument, for messages.
 
     Raises:
-        TypeError: if it is neither, or a name is unknown.
+        TypeError: if it is neither, or a name is unknown or missing.
 
     Example:
         >>> settings(UpdateConfig, {"epochs": 4}, "updates").epochs
         4
     """
     if isinstance(value, Mapping):
+        known = inspect.signature(kind).parameters
+        unknown = [given for given in value if given not in known]
+        if unknown:
+            raise TypeError(f"{name} has no setting {unknown[0]!r} : expected some of {', '.join(known)}")
+        missing = [
+            needed for needed in known if known[needed].default is inspect.Parameter.empty if needed not in value
+        ]
+        if missing:
+            raise TypeError(f"{name} lacks the setting {missing[0]!r}, which has no default")
         return kind(**value)
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be given as {kind.__name__}(...), got {value!r}")

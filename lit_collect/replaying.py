@@ -5,6 +5,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from lit_collect.config import settings
 from lit_collect.frames import INDEX
 from lit_collect.hooks import extend
 from lit_collect.metrics import ReplayUse
@@ -30,7 +31,7 @@ class Replaying:
 
     def __init__(self, given: Any, *, plan: Plan) -> None:
         if isinstance(given, dict):
-            given = ReplayConfig(**given)
+            given = settings(ReplayConfig, given, "replay")
         self.config = given if isinstance(given, ReplayConfig) else None
         if self.config is None and not (hasattr(given, "extend") and hasattr(given, "sample")):
             raise TypeError(

@@ -13,6 +13,7 @@ from lit_collect.config import (
     UpdateConfig,
     check_frames,
     nearest_multiples,
+    settings,
 )
 from lit_collect.replay.config import ReplayConfig
 from lit_collect.replay.transforms import NStep
@@ -302,3 +303,14 @@ def test_check_frames_of_no_integer_raises_type_error(arguments, message):
 
 def test_path_of_a_replay_config_is_plain(tmp_path):
     assert ReplayConfig(capacity=9, storage="mapped", path=tmp_path).as_plain()["path"] == str(tmp_path)
+
+
+def test_settings_when_a_mapping_has_an_unknown_name_then_it_says_which_there_are():
+    with pytest.raises(TypeError, match="replay has no setting 'batchsize' : expected some of capacity, batch_size, "):
+        settings(ReplayConfig, {"capacity": 10, "batchsize": 5}, "replay")
+
+
+def test_settings_when_a_mapping_lacks_one_without_a_default_then_it_says_so():
+    with pytest.raises(TypeError, match="replay lacks the setting 'capacity', which has no default"):
+        settings(ReplayConfig, {"batch_size": 5}, "replay")
+    assert settings(ReplayConfig, {"capacity": 10}, "replay") == ReplayConfig(capacity=10)

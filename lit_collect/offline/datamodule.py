@@ -324,8 +324,7 @@ class OfflineDataModule(L.LightningDataModule):
         """Random state and sampler (priorities, for instance), not the rows: these are read again."""
         if self._buffer is None:
             return {"buffer": self._state, "drawn": self._drawn}
-        sampler, random = self._buffer._sampler.state_dict(), self._buffer._rng.bit_generator.state
-        return {"buffer": {"rows": self.num_rows, "sampler": sampler, "random": random}, "drawn": self._drawn}
+        return {"buffer": {"rows": self.num_rows, **self._buffer.draw_state()}, "drawn": self._drawn}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -381,9 +380,7 @@ class OfflineDataModule(L.LightningDataModule):
                 f"the checkpoint is of other offline data : expected {state['rows']} rows, got {self.num_rows} at "
                 f"{self.path}"
             )
-        len(buffer)  # the sampler knows all rows before it is told more of them
-        buffer._sampler.load_state_dict(state["sampler"])
-        buffer._rng.bit_generator.state = state["random"]
+        buffer.load_draw_state(state)
 
     def _acting_policy(self) -> Any:
         return required_policy(None if self.trainer is None else self.trainer.lightning_module)

@@ -21,7 +21,7 @@ from lit_collect.replay.reading import RowAccess, addressed, as_positions, mark_
 from lit_collect.replay.rows import StoredRows
 from lit_collect.replay.samplers import Drawn, Sampler, resolve_sampler
 from lit_collect.replay.settings import check_fit, check_transforms
-from lit_collect.replay.state import check_complete, check_contents, contents_of, load_contents
+from lit_collect.replay.state import check_complete, check_contents, check_draws, contents_of, load_contents
 from lit_collect.replay.storage import Storage
 from lit_collect.replay.transforms import SampleTransform
 from lit_collect.replay.writers import Writer, resolve_writer
@@ -349,8 +349,7 @@ class ReplayBuffer:
             self._catch_up()
             state = contents_of(self._storage)
             state["sampler_kind"], state["compact_obs"] = type(self._sampler).__name__, self.compact_obs
-            state["sampler"] = self._sampler.state_dict()
-            state["random"] = self._rng.bit_generator.state
+            state.update(self.draw_state())
             state["sampled"], state["age_sum"] = self._sampled, self._age_sum
             state["learner_version"] = self._learner_version
             if not self._rows.in_order:
@@ -383,11 +382,31 @@ class ReplayBuffer:
                 self._rows.know_serials(state["serials"].numpy())
             if not self._writer.in_order:
                 self._writer.reopen(self[:] if self._rows.extent else _NO_ROWS)
-            self._sampler.load_state_dict(state["sampler"])
-            self._rng.bit_generator.state = state["random"]
+            self.load_draw_state(state)
             self._sampled, self._age_sum = int(state["sampled"]), int(state["age_sum"])
             self._asked = (self._sampled, self._age_sum)
             self.learner_version = int(state["learner_version"])
+
+    def draw_state(self) -> dict[str, Any]:
+        """How it would draw on, without the rows: sampler (with priorities, for instance) and random state."""
+        with self._storage.use():
+            self._catch_up()
+            return {"sampler": self._sampler.state_dict(), "random": self._rng.bit_generator.state}
+
+    def load_draw_state(self, state: Mapping[str, Any]) -> None:
+        """Draw the same samples as the buffer whose state it is, from the same rows.
+
+        Args:
+            state: what `draw_state` or `state_dict` gave.
+
+        Raises:
+            ValueError: if it is of another sampler, or lacks something.
+        """
+        with self._storage.use():
+            self._catch_up()
+            check_draws(self._sampler, state)
+            self._sampler.load_state_dict(state["sampler"])
+            self._rng.bit_generator.state = state["random"]
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: the settings and the shared rows. What is derived of them is derived there."""
@@ -472,4 +491,5 @@ class ReplayBuffer:
                     f"the state is of another buffer : expected {name}={here!r}, got {state[name]!r}; build the buffer "
                     f"as it was"
                 )
+        check_draws(self._sampler, state)
         check_contents(self._storage, state)

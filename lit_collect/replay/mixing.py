@@ -75,6 +75,11 @@ class MixedBuffer:
         return any(getattr(buffer, "runs_out", False) for buffer in (self.online, self.offline))
 
     @property
+    def has_priorities(self) -> bool:
+        """Whether `update_priority` does something."""
+        return any(_takes_priorities(buffer) for buffer in (self.online, self.offline))
+
+    @property
     def learner_version(self) -> int:
         """Version of the weights that learn, from which the staleness of rows is counted."""
         return int(getattr(self.online, "learner_version", 0))
@@ -144,6 +149,11 @@ class MixedBuffer:
                 f"priorities must be one for each row : expected {sample.numel()}, got {priority.numel()}; no priority "
                 f"was changed"
             )
+        wrong = priority[~((priority >= 0) & (priority < torch.inf))]
+        if wrong.numel() and self.has_priorities:  # before one of the parts takes its own
+            raise ValueError(
+                f"priorities must be finite and not negative, got {wrong[0].item()}; no priority was changed"
+            )
         priority = priority.reshape(sample.batch_size)
         offline = sample.get(OFFLINE).reshape(len(sample), -1)[:, 0]
         for buffer, chosen in ((self.online, ~offline), (self.offline, offline)):
@@ -182,6 +192,10 @@ class MixedBuffer:
         unit = getattr(self.online, "slice_len", None) or 1
         online = round(batch_size * self.fraction / unit) * unit
         return online, batch_size - online
+
+
+def _takes_priorities(buffer: Any) -> bool:
+    return hasattr(buffer, "update_priority") and bool(getattr(buffer, "has_priorities", True))
 
 
 def _fill(parts: list[TensorDictBase]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lit_collect.replay.drawing import Sampler
 from lit_collect.replay.layout import RowLayout
 from lit_collect.replay.mapped import MappedStorage
 from lit_collect.replay.storage import Storage
@@ -66,6 +67,26 @@ def check_complete(state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"the state is not that of a replay buffer : expected {', '.join(needed)}, got none of "
             f"{', '.join(missing)}; give what state_dict() gave"
+        )
+
+
+def check_draws(sampler: Sampler, state: Mapping[str, Any]) -> None:
+    """Raise unless a state has all that a sampler needs to draw on.
+
+    Args:
+        sampler: that of the buffer.
+        state: with ``sampler`` and ``random``.
+
+    Raises:
+        ValueError: naming what it lacks.
+    """
+    there = state.get("sampler", {})
+    missing = [f"sampler.{name}" for name in sampler.state_dict() if name not in there]
+    missing += [name for name in ("sampler", "random") if name not in state]
+    if missing:
+        raise ValueError(
+            f"the state is not that of a buffer with a {type(sampler).__name__} : expected also {', '.join(missing)}; "
+            f"give what state_dict() gave"
         )
 
 

@@ -204,6 +204,36 @@ def test_state_that_lacks_something_then_is_refused_and_named(lost):
     assert buffer[:]["observation"].flatten().tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [
+        ({"sampler": "prioritized"}, "beta"),
+        ({"sampler": "without_replacement"}, "starts"),
+        ({"sampler": "slice_without_replacement", "slice_len": 2}, "length"),
+    ],
+)
+def test_state_whose_sampler_lacks_something_then_is_refused_and_named(settings, lost):
+    buffer = ReplayBuffer(16, 4, seed=0, **settings)
+    buffer.extend(rows(0, 5))
+    buffer.sample()
+    state = buffer.state_dict()
+    del state["sampler"][lost]
+    for load in (buffer.load_state_dict, buffer.load_draw_state):
+        with pytest.raises(ValueError, match=rf"a buffer with a \w+Sampler : expected also sampler\.{lost}; give what"):
+            load(state)
+    assert buffer[:]["observation"].flatten().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_draw_state_then_another_buffer_of_the_same_rows_draws_the_same():
+    one, other = (ReplayBuffer(16, 4, sampler="prioritized", seed=seed) for seed in (0, 1))
+    for buffer in (one, other):
+        buffer.extend(rows(0, 9))
+    one.update_priority(torch.arange(9), torch.arange(9.0))
+    other.load_draw_state(one.draw_state())
+    for _ in range(5):
+        assert torch.equal(one.sample()["observation"], other.sample()["observation"])
+
+
 def test_state_that_is_none_then_is_refused():
     buffer = ReplayBuffer(16, seed=0)
     with pytest.raises(ValueError, match="got none of capacity, write_count, layout, sampler_kind"):

@@ -93,6 +93,25 @@ def test_update_priority_with_another_number_of_them_then_is_refused_and_none_ch
         assert torch.equal(part.state_dict()["sampler"]["priorities"], priorities)
 
 
+@pytest.mark.parametrize("place", [0, 7])
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_update_priority_with_a_wrong_one_in_either_part_then_none_is_changed(place, wrong):
+    online, offline = filled(0, sampler="prioritized"), filled(100, sampler="prioritized")
+    mixed = MixedBuffer(online, offline)
+    before = [part.state_dict()["sampler"]["priorities"].clone() for part in (online, offline)]
+    priority = torch.full((8,), 5.0)
+    priority[place] = wrong
+    with pytest.raises(ValueError, match=f"finite and not negative, got {wrong}; no priority was changed"):
+        mixed.update_priority(mixed.sample(), priority)
+    for part, priorities in zip((online, offline), before, strict=True):
+        assert torch.equal(part.state_dict()["sampler"]["priorities"], priorities)
+
+
+def test_has_priorities_when_one_part_has_then_both_do():
+    assert MixedBuffer(filled(0), filled(100, sampler="prioritized")).has_priorities
+    assert not MixedBuffer(filled(0), Fixed()).has_priorities
+
+
 def test_extend_with_a_mixed_sample_then_takes_only_its_rows():
     online = filled(0, sampler="prioritized")
     mixed = MixedBuffer(online, filled(100))
