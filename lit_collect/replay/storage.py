@@ -264,8 +264,8 @@ class MemoryStorage(Storage):
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
-            "a replay buffer in the memory of one process cannot be sent to another one : expected storage='shared' or "
-            "'mapped', got 'memory'"
+            "a replay buffer in the memory of one process cannot be sent to another one, nor copied : expected storage="
+            "'shared' or 'mapped', got 'memory'; a second buffer may load what state_dict() of the first gives"
         )
 
 
