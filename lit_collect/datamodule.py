@@ -1,14 +1,12 @@
 """`CollectorDataModule`: collected frames as ordinary Lightning data."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
@@ -28,8 +26,8 @@ from lit_collect.dataset import CollectorDataset, CollectorLoader
 from lit_collect.envs.factories import EnvLike, resolve_env
 from lit_collect.envs.probe import SpaceProbe
 from lit_collect.envs.spaces import describe_space
-from lit_collect.evaluation import Evaluations
-from lit_collect.learner import Seat, add_callbacks, hide_loaders, initialise_lazy, policy_of, restore_batch_size
+from lit_collect.evaluated import EvaluatedDataModule
+from lit_collect.learner import Seat, add_callbacks, initialise_lazy, policy_of
 from lit_collect.metrics import ReplayUse
 from lit_collect.plan import Plan
 from lit_collect.replay import MixedBuffer, ReplayBuffer
@@ -38,11 +36,10 @@ from lit_collect.replaying import Replaying
 from lit_collect.seeding import Placement, Stage, resolve_entropy
 from lit_collect.supply import Supply
 
-Listener = Callable[[TensorDictBase], None]
 _DEFAULT_ENVS = 8
 
 
-class CollectorDataModule(L.LightningDataModule):
+class CollectorDataModule(EvaluatedDataModule):
     """Feeds `Trainer.fit` with frames that the module's own policy collects.
 
     An epoch is `batches_per_epoch` collected batches, each cut into minibatches as `updates` says; the next batch is
@@ -122,10 +119,6 @@ class CollectorDataModule(L.LightningDataModule):
         if self._num_envs is not None:
             check_shares(self._num_envs, workers)
         trajectories = None if trajectories is None else settings(TrajectoryConfig, trajectories, "trajectories")
-        self.rollout_listeners: list[Listener] = []
-        """Called with each whole batch [N, T] before it is trained on."""
-        self.round_listeners: list[Listener] = []
-        """Called with each round of evaluation episodes [B, Tmax]."""
         self._policy = policy
         self._rollout, self._devices = rollout, devices
         self._entropy = resolve_entropy(seed) if seed is not None else None
@@ -150,7 +143,7 @@ class CollectorDataModule(L.LightningDataModule):
             replaying=self._replaying,
             listeners=self.rollout_listeners,
         )
-        self._evaluations = self._evaluating(evaluation)
+        self._evaluate(self._source, evaluation, rollout=rollout, policy=partial(self._seat.policy, policy))
         self._stream = CollectorDataset(
             self, batches_per_epoch=batches_per_epoch, updates=updates, agree=self._seat.most
         )
@@ -316,29 +309,6 @@ class CollectorDataModule(L.LightningDataModule):
         return CollectorLoader(self._stream)
 
     @override
-    def val_dataloader(self) -> EVAL_DATALOADERS:
-        """Rounds of evaluation episodes."""
-        return self._rounds("validate")
-
-    @override
-    def test_dataloader(self) -> EVAL_DATALOADERS:
-        """Rounds of evaluation episodes under seeds of their own."""
-        return self._rounds("test")
-
-    @override
-    def predict_dataloader(self) -> EVAL_DATALOADERS:
-        """Rounds of evaluation episodes under seeds of their own."""
-        return self._rounds("predict")
-
-    @override
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Give TensorDicts back the batch size that some precision plugins take from them, then ask the module."""
-        if self.trainer is None:
-            return batch
-        batch = restore_batch_size(batch, self._stream.batch_dims if self.trainer.training else 2)
-        return self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
-
-    @override
     def state_dict(self) -> dict[str, Any]:
         """Counters, ids, versions and seeds as plain data; talks to no worker and no other rank."""
         state = self._supply.state_dict()
@@ -354,19 +324,6 @@ class CollectorDataModule(L.LightningDataModule):
         if self._replaying is not None:
             self._replaying.load_state_dict(state_dict.get("replay"))
             self._stream.feed.load_state_dict(state_dict)
-
-    @override
-    def teardown(self, stage: str) -> None:
-        """Close all envs; a later fit builds new ones and goes on counting."""
-        self.close()
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Close all envs: Lightning calls no teardown after an exception."""
-        try:
-            self.close()
-        except Exception as error:  # the first exception is the one to be seen
-            rank_zero_warn(f"closing the envs failed too: {error}")
 
     # --- collecting ---------------------------------------------------------------------------------------------
 
@@ -389,20 +346,9 @@ class CollectorDataModule(L.LightningDataModule):
                 closing.callback(self._evaluations.close)
             closing.callback(self._supply.close)
 
-    def _evaluating(self, evaluation: EvaluationConfig | None) -> Evaluations | None:
-        if evaluation is None or self._source.live:
-            hide_loaders(self, CollectorDataModule)
-            return None
-        return Evaluations(
-            self._source,
-            evaluation,
-            rollout=self._rollout,
-            policy=partial(self._seat.policy, self._policy),
-            listeners=self.round_listeners,
-        )
-
-    def _rounds(self, stage: Stage) -> EVAL_DATALOADERS:
-        return [] if self._evaluations is None else self._evaluations.loader(self._place(stage))
+    @property
+    def _sample_dims(self) -> int:
+        return self._stream.batch_dims
 
     def _place(self, stage: Stage) -> Placement:
         if self._entropy is None:

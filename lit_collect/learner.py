@@ -116,18 +116,6 @@ def required_policy(module: L.LightningModule | None) -> Any:
     return policy
 
 
-def hide_loaders(data: L.LightningDataModule, kind: type[L.LightningDataModule]) -> None:
-    """Let Lightning see that there is nothing to evaluate.
-
-    Args:
-        data: has loaders that would give nothing.
-        kind: whose loaders these are; a subclass may bring its own.
-    """
-    for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
-        if getattr(type(data), name) is getattr(kind, name):
-            setattr(data, name, None)
-
-
 def initialise_lazy(
     policy: Any, module: L.LightningModule | None, *, source: EnvSource, rollout: RolloutConfig, place: Placement
 ) -> None:

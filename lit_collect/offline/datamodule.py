@@ -4,9 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
@@ -15,8 +13,8 @@ from lit_collect.config import EvaluationConfig, RolloutConfig, at_least, settin
 from lit_collect.envs.factories import EnvLike, resolve_env
 from lit_collect.envs.probe import SpaceProbe
 from lit_collect.envs.spaces import describe_space
-from lit_collect.evaluation import Evaluations
-from lit_collect.learner import hide_loaders, initialise_lazy, policy_of, required_policy, restore_batch_size
+from lit_collect.evaluated import EvaluatedDataModule
+from lit_collect.learner import initialise_lazy, policy_of, required_policy
 from lit_collect.offline.sources import OfflineRows, check_spaces, fill, open_offline
 from lit_collect.replay.buffer import ReplayBuffer
 from lit_collect.replay.samplers import Sampler, resolve_sampler
@@ -56,7 +54,7 @@ class OfflineLoader:
         self._resumed_at = state["delivered"]
 
 
-class OfflineDataModule(L.LightningDataModule):
+class OfflineDataModule(EvaluatedDataModule):
     """Feeds `Trainer.fit` with samples of rows that were collected before, as a replay buffer would.
 
     It takes what ``lit-collect collect`` writes, and any Minari data set. The rows are read when the first sample is
@@ -123,10 +121,6 @@ class OfflineDataModule(L.LightningDataModule):
             evaluation = settings(EvaluationConfig, evaluation, "evaluation")
         self.path = path
         self.batch_size = batch_size
-        self.rollout_listeners: list[Callable[[TensorDictBase], None]] = []
-        """Never called; callbacks look for it."""
-        self.round_listeners: list[Callable[[TensorDictBase], None]] = []
-        """Called with each round of evaluation episodes [B, Tmax]."""
         self._data: OfflineRows = open_offline(path, tuple(info_keys))
         if batch_size > self._data.num_rows and slice_len is None:
             rank_zero_warn(f"batch_size={batch_size} is more than the {self._data.num_rows} rows at {path}")
@@ -140,17 +134,7 @@ class OfflineDataModule(L.LightningDataModule):
         self._source = None if env is None else resolve_env(env)
         self._probe = None if self._source is None else SpaceProbe(self._source)
         self._rollout = RolloutConfig()
-        self._evaluations: Evaluations | None = None
-        if self._source is not None and evaluation is not None and not self._source.live:
-            self._evaluations = Evaluations(
-                self._source,
-                evaluation,
-                rollout=self._rollout,
-                policy=self._acting_policy,
-                listeners=self.round_listeners,
-            )
-        if self._evaluations is None:
-            hide_loaders(self, OfflineDataModule)
+        self._evaluate(self._source, evaluation, rollout=self._rollout, policy=self._acting_policy)
         self.save_hyperparameters(
             {
                 "path": str(path),
@@ -297,29 +281,6 @@ class OfflineDataModule(L.LightningDataModule):
         return self._loader
 
     @override
-    def val_dataloader(self) -> EVAL_DATALOADERS:
-        """Rounds of evaluation episodes."""
-        return self._rounds("validate")
-
-    @override
-    def test_dataloader(self) -> EVAL_DATALOADERS:
-        """Rounds of evaluation episodes under seeds of their own."""
-        return self._rounds("test")
-
-    @override
-    def predict_dataloader(self) -> EVAL_DATALOADERS:
-        """Rounds of evaluation episodes under seeds of their own."""
-        return self._rounds("predict")
-
-    @override
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Give TensorDicts back the batch size that some precision plugins take from them, then ask the module."""
-        if self.trainer is None:
-            return batch
-        batch = restore_batch_size(batch, self._dims if self.trainer.training else 2)
-        return self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
-
-    @override
     def state_dict(self) -> dict[str, Any]:
         """Random state and sampler (priorities, for instance), not the rows: these are read again."""
         if self._buffer is None:
@@ -336,19 +297,6 @@ class OfflineDataModule(L.LightningDataModule):
         self._state, self._drawn = state_dict["buffer"], state_dict["drawn"]
         if self._buffer is not None and self._state is not None:
             self._go_on_from(self._buffer, self._state)
-
-    @override
-    def teardown(self, stage: str) -> None:
-        """Close all envs, and give the memory of the rows back; a later fit reads them again."""
-        self.close()
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Close all envs: Lightning calls no teardown after an exception."""
-        try:
-            self.close()
-        except Exception as error:  # the first exception is the one to be seen
-            rank_zero_warn(f"closing the envs failed too: {error}")
 
     def close(self) -> None:
         """Close all envs and the buffer; may be called again."""
@@ -385,8 +333,9 @@ class OfflineDataModule(L.LightningDataModule):
     def _acting_policy(self) -> Any:
         return required_policy(None if self.trainer is None else self.trainer.lightning_module)
 
-    def _rounds(self, stage: Stage) -> EVAL_DATALOADERS:
-        return [] if self._evaluations is None else self._evaluations.loader(self._place(stage))
+    @property
+    def _sample_dims(self) -> int:
+        return self._dims
 
     def _place(self, stage: Stage) -> Placement:
         if self._entropy is None:

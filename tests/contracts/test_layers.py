@@ -73,6 +73,7 @@ LAYERS = {
     "lit_collect.datamodule": 8,
     "lit_collect.strategies": 8,
     "lit_collect.evaluation": 8,
+    "lit_collect.evaluated": 8,
     "lit_collect.recording": 8,
     "lit_collect.callbacks": 8,
     "lit_collect.tools": 9,
