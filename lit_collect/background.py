@@ -55,7 +55,7 @@ class Pump:
         collect: the batch, None if there was none within a number of seconds.
         room: waits for that many seconds for room in the sink; False if there is none.
         sink: takes it. Others may use the collector meanwhile.
-        ended: called at the end of all, whatever it was.
+        ended: called at the end of all, with what went wrong.
         turn: to use the collector.
         backend: says how long pausing and stopping wait for the thread.
     """
@@ -67,7 +67,7 @@ class Pump:
         *,
         room: Callable[[float], bool],
         sink: Callable[[TensorDictBase], object],
-        ended: Callable[[], None],
+        ended: Callable[[BaseException | None], None],
         turn: Turn,
         backend: Backend,
     ) -> None:
@@ -145,7 +145,7 @@ class Pump:
             self._error = error
         finally:
             atexit.unregister(self._leave)
-            self._ended()
+            self._ended(self._error)
 
     def _go_on(self) -> bool:
         """Wait for a while for a batch; False at the end of all."""

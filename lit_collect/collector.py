@@ -118,6 +118,7 @@ class Collector:
         self._ledger = Ledger(self._group, self._budget, place=place)
         self._policy = policy
         self.trajs_per_batch = None if trajectories is None else trajectories.trajs_per_batch
+        self.batches_vary = trajectories is not None and trajectories.batches_vary
         self._inlet = Inlet()
         self._profile: ProfileConfig | None = None
 

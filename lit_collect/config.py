@@ -90,7 +90,13 @@ class TrajectoryConfig:
     split_trajs: bool = False
     """Split each fixed batch by trajectory, complete or not: [B, Tmax], padded (see `split_trajectories`)."""
     drop_stale: bool = False
-    """Drop trajectories that were begun under weights older than `max_staleness` versions (0 where none is set)."""
+    """Drop trajectories that were begun under weights older than `max_staleness` versions (0 where none is set). With 0
+    none is left that began before the last update, so that batches must be longer than episodes."""
+
+    @property
+    def batches_vary(self) -> bool:
+        """Whether batches have any number of rows."""
+        return self.split_trajs or self.trajs_per_batch is not None
 
     def __post_init__(self) -> None:
         """Check the settings against each other.

@@ -220,6 +220,21 @@ class CollectorDataModule(EvaluatedDataModule):
         return self._supply.trajs_per_batch
 
     @property
+    def batches_vary(self) -> bool:
+        """Whether batches have any number of rows, as those of trajectories do."""
+        return self._supply.batches_vary
+
+    @property
+    def collects_ahead(self) -> bool:
+        """Whether frames are collected while the learner learns."""
+        return self._supply.collects_ahead
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that collect."""
+        return self._seat.world_size
+
+    @property
     def progress(self) -> float:
         """How much of the budget was collected, from 0 to 1 (0 if there is none); drives schedules by frames."""
         collected = self._supply.budget.yielded + self._supply.budget.lost
@@ -345,6 +360,7 @@ class CollectorDataModule(EvaluatedDataModule):
             if self._evaluations is not None:
                 closing.callback(self._evaluations.close)
             closing.callback(self._supply.close)
+            self._stream.feed.forget()
 
     @property
     def _sample_dims(self) -> int:

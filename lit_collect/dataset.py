@@ -16,8 +16,9 @@ from lit_collect.feeding import Feed, Minibatches, Samples
 class BatchSource(Protocol):
     """Where whole batches come from; a `Collector` is one.
 
-    It may say more: `trajs_per_batch`, whole trajectories in a batch; `replay_buffer`, to which it writes each batch,
-    with `min_frames`, rows that must be there before the first sample.
+    It may say more: `trajs_per_batch`, whole trajectories in a batch; `batches_vary`, whether batches have any number
+    of rows; `num_ranks` that do the same; `replay_buffer`, to which it writes each batch, with `min_frames`, rows that
+    must be there before the first sample.
     """
 
     frames_per_batch: int
@@ -41,6 +42,9 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
     collected after the last minibatch of the one before it was taken, so that data are on-policy. An epoch that is cut
     short within a batch (`limit_train_batches`), or resumed there, leaves the rest of that batch out (but no samples of
     a replay buffer, which come first in the next one).
+
+    Batches of trajectories have any number of rows. With a `minibatch_size`, an epoch then is as many minibatches as
+    batches of `frames_per_batch` frames would give, and where it ends within a batch, the next one begins there.
 
     If the source writes to a replay buffer that can be sampled, it gives `UpdateConfig.updates_per_batch` samples for
     each collected batch instead, once there are rows enough.
@@ -80,6 +84,7 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         self._source = source
         self._batches_per_epoch = batches_per_epoch
         self._whole: int | None = getattr(source, "trajs_per_batch", None)
+        self._varying = bool(getattr(source, "batches_vary", False))
         self._feed = self._feed_for(updates, agree)
         self.batch_dims = 1  # of what is handed out
         self._delivered = 0  # minibatches of the running epoch, the one in the user's hands included
@@ -97,7 +102,7 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         if budget == -1:
             return 1000 * feed.count(frames)
         if whole is not None:
-            return -(-budget // whole) * feed.count(frames)
+            return feed.most(budget * getattr(self._source, "num_ranks", 1), -(-budget // whole))
         batches, rest = divmod(budget, frames)
         batches -= feed.warm_up(frames)
         return batches * feed.count(frames) + (feed.count(rest) if rest else 0)
@@ -148,11 +153,10 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
         length, feed = len(self), self._feed
         self._delivered, self._resumed_at = self._resumed_at, 0
         begins_at = self._delivered
-        for piece in feed.left_over():
-            yield self._counted(piece)
-        if self._delivered > begins_at and (self._source.frames_left == 0 or self._delivered >= length):
+        yield from self._counted(feed.left_over(), length)
+        if self._delivered > begins_at and (self.spent or self._delivered >= length):
             return  # what was left over was all
-        if self._source.frames_left == 0:
+        if self.spent:
             raise BudgetSpentError(
                 "an epoch was asked for although all of total_frames have been collected; raise the budget to go on "
                 "with a run that had ended, and let a run end with its frames (no min_epochs, no min_steps)"
@@ -163,13 +167,21 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
                 batch = self._source.collect()
             except BudgetSpentError:  # what was left made no whole trajectory
                 break
-            for piece in feed.of(batch, begun):
-                yield self._counted(piece)
+            yield from self._counted(feed.of(batch, begun), length)
             begun = 0
             if self._delivered >= length or self._source.frames_left == 0:
                 break
         if self._source.frames_left == 0:
             feed.finish()
+
+    def _counted(self, pieces: Iterator[TensorDictBase], length: int) -> Iterator[TensorDictBase]:
+        """Pieces of one batch; where these are any number, only up to the end of the epoch."""
+        for piece in pieces:
+            self._delivered += 1
+            self.batch_dims = piece.batch_dims
+            yield piece
+            if self._varying and self._delivered >= length:
+                return  # the rest is for the next epoch
 
     def _feed_for(self, updates: UpdateConfig, agree: Callable[[int], int]) -> Feed:
         source: Any = self._source
@@ -181,12 +193,7 @@ class CollectorDataset(IterableDataset[TensorDictBase]):
                 f"updates.updates_per_batch counts samples of a replay buffer : expected 1 without one, got "
                 f"{updates.updates_per_batch}; use updates.epochs, or give a replay buffer"
             )
-        return Minibatches(updates, agree, frames=None if self._whole is None else source.frames_per_batch)
-
-    def _counted(self, piece: TensorDictBase) -> TensorDictBase:
-        self._delivered += 1
-        self.batch_dims = piece.batch_dims
-        return piece
+        return Minibatches(updates, agree, varying=self._varying)
 
 
 class CollectorLoader:

@@ -72,4 +72,6 @@ def second_to(first: BaseException | None) -> Iterator[None]:
     except Exception as error:
         if first is None:
             raise
+        if error is first.__cause__:  # it has been told
+            return
         warnings.warn(f"closing the envs failed too: {text_of(error)}", stacklevel=3)

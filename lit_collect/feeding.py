@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 
 from lit_collect.config import UpdateConfig
-from lit_collect.frames import flatten_rows
+from lit_collect.frames import count_frames, flatten_rows
 
 Agree = Callable[[int], int]
 """Gives the largest of a number over all ranks, each of which must call it."""
@@ -26,6 +26,10 @@ class Feed(ABC):
     def count(self, frames: int) -> int:
         """How many pieces a batch of so many frames is promised to give."""
 
+    def most(self, frames: int, batches: int) -> int:
+        """How many pieces so many frames give at most, in so many batches of any sizes."""
+        return batches * self.count(frames)
+
     def warm_up(self, frames_per_batch: int) -> int:
         """How many batches give none at first."""
         return 0
@@ -34,10 +38,12 @@ class Feed(ABC):
         """What of the last batch is still to come, as far as it will be there."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:  # noqa: B027 (of minibatches the batch is gone)
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where an earlier run was left."""
 
-    def finish(self) -> None:  # noqa: B027 (minibatches can be made of any batch)
+    @abstractmethod
+    def finish(self) -> None:
         """The budget is spent.
 
         Raises:
@@ -48,13 +54,16 @@ class Feed(ABC):
         """Pieces that an earlier epoch, or run, has left of its last batch."""
         return iter(())
 
+    def forget(self) -> None:  # noqa: B027 (samples are of all batches)
+        """The fit is over: what it has left of its last batch is not for another one."""
+
     @abstractmethod
     def of(self, batch: TensorDictBase, begun: int) -> Iterator[TensorDictBase]:
         """The pieces of a batch; `due` says at once how many there are.
 
         Args:
             batch: [N, T], or whatever was collected.
-            begun: how many of them an earlier run was given.
+            begun: how many of them an earlier run was given, where all batches give equally many.
         """
 
 
@@ -64,27 +73,59 @@ class Minibatches(Feed):
     Args:
         updates: how many.
         agree: ranks whose batches differ in size agree on numbers of minibatches by it.
-        frames: of a whole batch, where batches of all sizes are cut into as many minibatches as one of these; None:
-            where minibatches of all batches are of the same size.
+        varying: whether batches have any number of rows, as those of trajectories do. An epoch then may end within a
+            batch, and the next one begins with what is left of it. Others give as many minibatches as their places
+            (masked rows count, nobody knows them beforehand), so that epochs are whole batches.
     """
 
-    def __init__(self, updates: UpdateConfig, agree: Agree, *, frames: int | None = None) -> None:
-        self._updates, self._agree, self._frames = updates, agree, frames
+    def __init__(self, updates: UpdateConfig, agree: Agree, *, varying: bool = False) -> None:
+        self._updates, self._agree, self._varying = updates, agree, varying
+        self._rest: Iterator[TensorDictBase] = iter(())
+        self._had_any = False
 
     def count(self, frames: int) -> int:
         """See `Feed.count`."""
         return self._updates.epochs * self._cuts(frames)
 
+    def most(self, frames: int, batches: int) -> int:
+        """See `Feed.most`: the last minibatch of each batch may be a small one."""
+        size = self._updates.minibatch_size
+        return self._updates.epochs * (batches if size is None else min(self._cuts(frames) + batches, frames))
+
+    def left_over(self) -> Iterator[TensorDictBase]:
+        """See `Feed.left_over`."""
+        return self._rest
+
+    def forget(self) -> None:
+        """See `Feed.forget`."""
+        self._rest, self.due = iter(()), 0
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """See `Feed.load_state_dict`: the rest of a batch is not saved."""
+        self.forget()
+        self._had_any = True
+
+    def finish(self) -> None:
+        """See `Feed.finish`."""
+        if not self._had_any:
+            raise ValueError(
+                "no whole trajectory was made within the budget : expected at least one, got only frames that were "
+                "dropped; raise total_frames, or set rollout.max_frames_per_traj (with trajectories.drop_stale a "
+                "trajectory must begin and end between two updates)"
+            )
+
     def of(self, batch: TensorDictBase, begun: int) -> Iterator[TensorDictBase]:
         """See `Feed.of`."""
-        # what the length promised: masked rows count, nobody knows them beforehand
-        cuts = self._cuts(batch.numel() if self._frames is None else self._frames)
+        cuts = self._cuts(count_frames(batch) if self._varying else batch.numel())
         if self._updates.minibatch_size is not None:
             cuts = self._agree(cuts)
         pieces = self._updates.epochs * cuts
-        begun = min(begun, pieces - 1)  # a shorter batch has fewer, and one of them must be used
-        self.due = pieces - begun
-        return self._cut(batch, cuts, begun)
+        begun = 0 if self._varying else min(begun, pieces - 1)  # a shorter batch has fewer, and one must be used
+        self.due, self._had_any = pieces - begun, True
+        minibatches = self._cut(batch, cuts, begun)
+        if self._varying:
+            self._rest = minibatches
+        return minibatches
 
     def _cuts(self, frames: int) -> int:
         size = self._updates.minibatch_size

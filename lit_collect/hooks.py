@@ -69,7 +69,7 @@ class Output:
         hooks: of the user.
         sink: is given the transitions of each batch (see `extend`); None for none. If it has
             ``wait_for_room(timeout_s) -> bool``, frames are collected in the background only while it says so;
-            ``collection_ended()`` is called when no more will be.
+            ``collection_ended(error)`` is called when no more will be, with what went wrong or None.
     """
 
     def __init__(self, hooks: Hooks, sink: Any) -> None:
@@ -86,11 +86,11 @@ class Output:
         wait: Callable[[float], bool] | None = getattr(self.sink, "wait_for_room", None)
         return wait is None or wait(timeout_s)
 
-    def ended(self) -> None:
-        """Nothing is collected in the background any more."""
-        tell: Callable[[], None] | None = getattr(self.sink, "collection_ended", None)
+    def ended(self, error: BaseException | None) -> None:
+        """Nothing is collected in the background any more; `error` says what went wrong."""
+        tell: Callable[[BaseException | None], None] | None = getattr(self.sink, "collection_ended", None)
         if tell is not None:
-            tell()
+            tell(error)
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
         """After a batch; returns what is handed out.

@@ -1,12 +1,13 @@
 """`PacedBuffer`: a replay buffer between a collector and a learner that go on at the same time, neither too fast."""
 
+import math
 import threading
 from typing import Any
 
 from tensordict import TensorDictBase
 
 from lit_collect.config import at_least
-from lit_collect.errors import CollectTimeoutError
+from lit_collect.errors import BudgetSpentError, CollectTimeoutError, LitCollectError, text_of
 from lit_collect.frames import count_frames
 
 
@@ -20,11 +21,12 @@ class PacedBuffer:
         buffer: anything with ``extend`` and ``sample``; everything else is asked of it, too.
         updates_per_frame: samples that may be taken for each frame.
         min_frames: frames that are written before the first sample.
-        frames_ahead: frames that are written at most before samples of them are taken.
+        frames_ahead: frames that are written at most before samples of them are taken (more, if a sample needs them).
         timeout_s: how long a sample waits for frames.
 
     Raises:
         ValueError: if a number is out of range.
+        TypeError: if the buffer cannot be written to and sampled from.
 
     Example:
         >>> from lit_collect import Collector, ReplayBuffer
@@ -50,15 +52,18 @@ class PacedBuffer:
     ) -> None:
         at_least("min_frames", min_frames, 0)
         at_least("frames_ahead", frames_ahead, 1)
-        if not updates_per_frame > 0:
-            raise ValueError(f"updates_per_frame must be a number above 0, got {updates_per_frame}")
+        if not (isinstance(updates_per_frame, (int, float)) and 0 < updates_per_frame < math.inf):
+            raise ValueError(f"updates_per_frame must be a number above 0, got {updates_per_frame!r}")
+        if isinstance(buffer, type) or not (hasattr(buffer, "extend") and hasattr(buffer, "sample")):
+            raise TypeError(f"buffer must be an object with extend and sample, got {buffer!r}")
         self.buffer = buffer
         self._per_frame, self._min_frames, self._ahead = updates_per_frame, min_frames, frames_ahead
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()  # of the three that follow
+        self._changed = threading.Condition()  # of all that follows
         self._written = 0
         self._sampled = 0
         self._ended = False
+        self._error: BaseException | None = None  # why it ended
 
     @property
     def updates_due(self) -> int:
@@ -71,7 +76,7 @@ class PacedBuffer:
         answer = self.buffer.extend(batch)
         with self._changed:
             self._written += count_frames(batch)
-            self._ended = False
+            self._ended, self._error = False, None
             self._changed.notify_all()
         return answer
 
@@ -82,16 +87,14 @@ class PacedBuffer:
             batch_size: rows; None for the buffer's own.
 
         Raises:
-            CollectTimeoutError: if there are none in time, or the collector has come to its end.
+            CollectTimeoutError: if there are none in time.
+            BudgetSpentError: if the collector has come to its end.
+            LitCollectError: if something went wrong in the background, which is the ``__cause__``.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._due() > 0 or self._ended, self._timeout_s)
             if self._due() <= 0:
-                what = "will come: the collector has ended" if self._ended else f"came within {self._timeout_s:g} s"
-                raise CollectTimeoutError(
-                    f"no frames {what} : expected more than {self._written} for sample number {self._sampled + 1}; "
-                    f"ask updates_due first, and the collector's shutdown() for what went wrong"
-                )
+                raise self._no_frames() from self._error
             self._sampled += 1
             self._changed.notify_all()
         sample: TensorDictBase = self.buffer.sample() if batch_size is None else self.buffer.sample(batch_size)
@@ -102,10 +105,14 @@ class PacedBuffer:
         with self._changed:
             return self._changed.wait_for(self._has_room, timeout_s)
 
-    def collection_ended(self) -> None:
-        """No frames will come any more, until there is another batch."""
+    def collection_ended(self, error: BaseException | None = None) -> None:
+        """No frames will come any more, until there is another batch.
+
+        Args:
+            error: what went wrong, if anything did.
+        """
         with self._changed:
-            self._ended = True
+            self._ended, self._error = True, error
             self._changed.notify_all()
 
     def __len__(self) -> int:
@@ -118,6 +125,16 @@ class PacedBuffer:
             raise AttributeError(name)
         return getattr(self.buffer, name)
 
+    def _no_frames(self) -> LitCollectError:
+        needed = f"expected more than {self._written} for sample number {self._sampled + 1}"
+        if self._error is not None:
+            return LitCollectError(f"no frames will come : {needed}; the collector has failed: {text_of(self._error)}")
+        if self._ended:
+            return BudgetSpentError(f"no frames will come : {needed}; the collector has ended, ask updates_due first")
+        return CollectTimeoutError(
+            f"no frames came within {self._timeout_s:g} s : {needed}; ask updates_due first, or raise timeout_s"
+        )
+
     def _due(self) -> int:
         if self._written < self._min_frames:
             return 0
@@ -125,4 +142,4 @@ class PacedBuffer:
 
     def _has_room(self) -> bool:
         used = self._min_frames + self._sampled / self._per_frame  # no samples are taken for the warm-up
-        return self._written - used < self._ahead
+        return self._written - used < self._ahead or self._due() <= 0  # else each would wait for the other

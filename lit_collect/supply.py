@@ -78,6 +78,16 @@ class Supply:
         return None if self.plan.trajectories is None else self.plan.trajectories.trajs_per_batch
 
     @property
+    def batches_vary(self) -> bool:
+        """Whether batches have any number of rows."""
+        return self.plan.trajectories is not None and self.plan.trajectories.batches_vary
+
+    @property
+    def collects_ahead(self) -> bool:
+        """Whether somebody collects while the learner learns."""
+        return not self.plan.backend.sync or self._ahead is not None
+
+    @property
     def policy_version(self) -> int:
         """Version of the weights that act."""
         if self.collector is not None:
@@ -118,7 +128,7 @@ class Supply:
 
     def publish_in_between(self) -> None:
         """Publish changed weights now if somebody collects while the learner learns."""
-        if self.collector is not None and not self._waits:
+        if self.collector is not None and self.collects_ahead:
             self._publish(self.collector)
             if self._replaying is not None:
                 self._replaying.see_version(self.collector.policy_version)
@@ -153,11 +163,6 @@ class Supply:
                 state = collector.state_dict()
                 self._state = state if ahead is None else ahead.counted_out(state)
                 self._statistics = collector.statistics()
-
-    @property
-    def _waits(self) -> bool:
-        """Whether nobody collects while the learner learns."""
-        return self.plan.backend.sync and self._ahead is None
 
     def _next(self, collector: Collector) -> TensorDictBase:
         """One batch of this rank, counted over all."""
@@ -240,7 +245,7 @@ class Supply:
 
     def _publish(self, collector: Collector) -> None:
         sync = self._seat.weight_sync
-        if sync is not None and sync.take_change(1 if self._waits else sync.every_n_steps):
+        if sync is not None and sync.take_change(sync.every_n_steps if self.collects_ahead else 1):
             began = perf_counter()
             collector.update_policy_weights_()
             self.seconds["weight_sync_s"] += perf_counter() - began

@@ -1,5 +1,6 @@
 """`CollectorDataset`, its loaders, and how a batch is cut."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import lightning as L
@@ -290,3 +291,71 @@ def test_whole_batches_need_no_agreement():
         raise AssertionError("nobody would answer")
 
     assert len(list(CollectorDataset(Source(), agree=agree))) == 3
+
+
+# --- trajectories -----------------------------------------------------------------------------------------------------
+
+
+class Trajectories:
+    """Batches of 8 frames' worth that have any number of rows, as those of whole trajectories."""
+
+    frames_per_batch = FRAMES
+    batches_vary = True
+    trajs_per_batch = 2
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = list(sizes)
+        self._first = 0
+        self.frames_budget = sum(sizes)
+
+    @property
+    def frames_left(self) -> int:
+        return sum(self._sizes)
+
+    def collect(self) -> TensorDict:
+        size = self._sizes.pop(0)
+        self._first += size
+        return TensorDict({"row": torch.arange(self._first - size, self._first)}, batch_size=[size])
+
+
+SIZES = [3, 9, 1, 4, 17, 2]
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("minibatch_size", [1, 4, 100])
+def test_minibatches_of_trajectories_have_their_size_and_each_row_once_in_a_pass(minibatch_size, epochs):
+    updates = UpdateConfig(epochs=epochs, minibatch_size=minibatch_size)
+    dataset = CollectorDataset(Trajectories(SIZES), updates=updates)
+    pieces = rows_of(dataset)
+    assert len(pieces) == epochs * sum(-(-size // minibatch_size) for size in SIZES) <= len(dataset)
+    assert max(map(len, pieces)) <= minibatch_size
+    assert sorted(row for piece in pieces for row in piece) == sorted(list(range(sum(SIZES))) * epochs)
+    assert dataset.exhausted
+
+
+def test_epoch_of_trajectories_that_ends_within_a_batch_is_gone_on_with():
+    updates = UpdateConfig(minibatch_size=4)
+    dataset = CollectorDataset(Trajectories(SIZES), batches_per_epoch=1, updates=updates)
+    assert len(dataset) == 2  # of 4 rows each
+    epochs = []
+    while not dataset.exhausted:
+        epochs.append(rows_of(dataset))
+    assert [len(epoch) for epoch in epochs] == [2] * 6
+    assert sorted(row for epoch in epochs for piece in epoch for row in piece) == list(range(sum(SIZES)))
+
+
+def test_what_an_epoch_of_trajectories_has_left_is_not_for_another_fit():
+    dataset = CollectorDataset(Trajectories(SIZES), batches_per_epoch=1, updates=UpdateConfig(minibatch_size=4))
+    assert len(rows_of(dataset)) == 2  # of the batches of 3 and of 9 rows, of which 2 minibatches are left
+    dataset.feed.forget()
+    assert [sorted(piece) for piece in rows_of(dataset)] == [[12], [13, 14, 15, 16]]
+
+
+def test_budget_without_a_whole_trajectory_is_an_error():
+    class Nothing(Trajectories):
+        def collect(self) -> TensorDict:
+            self._sizes.clear()
+            raise BudgetSpentError("no whole trajectory is left")
+
+    with pytest.raises(ValueError, match=r"no whole trajectory was made within the budget : .* raise total_frames"):
+        list(CollectorDataset(Nothing(SIZES)))

@@ -4,7 +4,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from lit_collect import Collector, CollectTimeoutError, PacedBuffer, ProcessBackend, ReplayBuffer, WorkerFailedError
+from lit_collect import (
+    BudgetSpentError,
+    Collector,
+    CollectTimeoutError,
+    LitCollectError,
+    PacedBuffer,
+    ProcessBackend,
+    ReplayBuffer,
+    WorkerFailedError,
+)
 from lit_collect.testing import CountingEnv, FailingEnv
 
 
@@ -102,10 +111,46 @@ def test_what_goes_wrong_in_the_background_is_raised():
     collector.start()
     for _ in range(16):
         buffer.sample()
-    with pytest.raises(CollectTimeoutError, match="no frames will come: the collector has ended"):
+    with pytest.raises(LitCollectError, match=r"no frames will come .* has failed: .*broken") as told:
         buffer.sample()
+    assert isinstance(told.value.__cause__, WorkerFailedError)
     with pytest.raises(WorkerFailedError, match="broken on purpose"):
         collector.shutdown()
+
+
+def test_what_goes_wrong_in_the_background_is_told_once():
+    buffer = PacedBuffer(Rows(), updates_per_frame=1.0, frames_ahead=1000)
+    collector = Collector(lambda: FailingEnv("step", at=20), frames_per_batch=16, replay_buffer=buffer)
+
+    def learn() -> None:
+        with collector:  # closes without a warning
+            collector.start()
+            while True:
+                buffer.sample()
+
+    with pytest.raises(LitCollectError, match="broken on purpose"):
+        learn()
+
+
+def test_sample_that_needs_more_frames_than_may_be_ahead_gets_them():
+    buffer = PacedBuffer(Rows(), updates_per_frame=1 / 64, frames_ahead=16, timeout_s=30.0)
+    with Collector(CountingEnv, frames_per_batch=16, total_frames=256, replay_buffer=buffer) as collector:
+        collector.start()
+        for _ in range(4):
+            buffer.sample()
+    assert buffer.updates_due == 0
+
+
+@pytest.mark.parametrize("rate", [float("inf"), float("nan"), "1", None])
+def test_rate_that_is_no_number_is_refused(rate):
+    with pytest.raises(ValueError, match=f"updates_per_frame must be a number above 0, got {rate!r}"):
+        PacedBuffer(Rows(), updates_per_frame=rate, frames_ahead=4)
+
+
+@pytest.mark.parametrize("buffer", [3, ReplayBuffer, [1]])
+def test_buffer_that_is_none_is_refused(buffer):
+    with pytest.raises(TypeError, match="buffer must be an object with extend and sample, got"):
+        PacedBuffer(buffer, updates_per_frame=1.0, frames_ahead=4)
 
 
 def test_budget_that_is_spent_ends_the_waiting():
@@ -114,5 +159,5 @@ def test_budget_that_is_spent_ends_the_waiting():
         collector.start()
         for _ in range(8):
             buffer.sample()
-        with pytest.raises(CollectTimeoutError, match="the collector has ended"):
+        with pytest.raises(BudgetSpentError, match="the collector has ended"):
             buffer.sample()

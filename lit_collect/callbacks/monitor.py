@@ -211,7 +211,7 @@ class CollectionMonitor(Callback):
         self._episodes.begin_interval()
         self._staleness = Staleness()
         self._publish(trainer, values)
-        self._hints.see(values)
+        self._hints.see(values, ahead=getattr(self._source, "collects_ahead", False))
 
     def _spent(self, seconds: Mapping[str, float]) -> list[float]:
         """Seconds since the last log, of each kind."""

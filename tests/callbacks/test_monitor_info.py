@@ -206,6 +206,16 @@ def test_who_stays_idle_is_told_once_what_helps(said, key) -> None:
     assert "ProcessBackend(sync=False)" in text
 
 
+@pytest.mark.parametrize("replay", [{}, {"replay/size": 10}])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_collecting_meanwhile_is_a_remedy_only_where_nobody_does(said, ahead, replay) -> None:
+    hints = Hints()
+    for batch in range(30):
+        hints.see({**values(batch), **replay}, ahead=ahead)
+    (text,) = said()
+    assert ("while the trainer learns" in text) is not ahead
+
+
 def test_who_is_idle_now_and_then_is_told_nothing(said) -> None:
     hints = Hints()
     for batch in range(100):
