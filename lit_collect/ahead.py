@@ -93,3 +93,13 @@ class Ahead:
             state: see `Collector.state_dict`.
         """
         return {**state, "frames_yielded": self._frames, "batches": self._batches}
+
+    def dropped_out(self, statistics: dict[str, Any]) -> dict[str, Any]:
+        """The collector's numbers at its end: what was made and not taken from here is dropped.
+
+        Args:
+            statistics: see `Collector.statistics`.
+        """
+        left = statistics["frames_yielded"] - self._frames
+        dropped = statistics["frames_dropped"] + left
+        return {**statistics, "frames_yielded": self._frames, "frames_dropped": dropped, "batches": self._batches}

@@ -197,6 +197,17 @@ class TrajectoryAssembler:
         """
         return self._take(min(self._count, self.num_complete)) if self.num_complete else None
 
+    def waiting(self) -> TensorDict | None:
+        """Copies of the rows of complete trajectories, which stay; another assembler may `add` them.
+
+        Returns:
+            [M], None if there are none.
+        """
+        if not self.num_complete:
+            return None
+        with torch.inference_mode(False):
+            return _as_batch(self._finished.waiting(), (self.frames_complete,), names=["time"]).clone()
+
     def drop_open(self) -> int:
         """Drop what is not complete, because it never will be.
 
@@ -363,7 +374,7 @@ class TrajectoryAssembler:
 def _joined(columns: Columns, lengths: np.ndarray) -> TensorDict:
     """[M], one after the other."""
     repeated = np.repeat(lengths, lengths)
-    return _batch(columns, np.ones(len(repeated), bool), repeated, names=["time"])
+    return _labelled(columns, np.ones(len(repeated), bool), repeated, names=["time"])
 
 
 def _padded(columns: Columns, lengths: np.ndarray) -> TensorDict:
@@ -379,18 +390,22 @@ def _padded(columns: Columns, lengths: np.ndarray) -> TensorDict:
         room = filled(rows, mask.size, NO_TRAJECTORY if key == TRAJ_IDS else 0)
         room[places] = rows
         spread[key] = room.reshape(*mask.shape, *shape)
-    return _batch(spread, mask, repeated, names=[None, "time"])
+    return _labelled(spread, mask, repeated, names=[None, "time"])
 
 
-def _batch(columns: Columns, mask: np.ndarray, lengths: np.ndarray, names: list[str | None]) -> TensorDict:
-    """A batch; mask and lengths have its shape already."""
+def _labelled(columns: Columns, mask: np.ndarray, lengths: np.ndarray, names: list[str | None]) -> TensorDict:
+    """A batch with mask and lengths, which have its shape already."""
+    batch = _as_batch(columns, mask.shape, names)
+    device = batch.get(TRAJ_IDS).device
+    batch.set(MASK, torch.from_numpy(mask).to(device))
+    return batch.set(LENGTHS, torch.from_numpy(lengths).to(device))
+
+
+def _as_batch(columns: Columns, shape: tuple[int, ...], names: list[str | None]) -> TensorDict:
     root: dict[str, Any] = {}
     for key, column in columns.items():
         put_at(root, key, torch.from_numpy(column) if isinstance(column, np.ndarray) else column)
-    device = root[TRAJ_IDS[0]][TRAJ_IDS[1]].device
-    put_at(root, MASK, torch.from_numpy(mask).to(device))
-    put_at(root, LENGTHS, torch.from_numpy(lengths).to(device))
-    return TensorDict(root, batch_size=mask.shape, names=names)  # type: ignore[arg-type]
+    return TensorDict(root, batch_size=shape, names=names)  # type: ignore[arg-type]
 
 
 def _fragments(trajectories: Iterable[_Trajectory | None]) -> list[Fragment]:

@@ -433,11 +433,13 @@ class Collector:
 
         Frames that were stepped but never handed out (an error in mid-batch, a row beyond the budget, a batch that was
         too old) are dropped; those of a batch that a worker died in are not known to have been stepped. Frames that
-        wait to be handed out are pending. Seconds are those of the busiest worker.
+        wait to be handed out are pending. Seconds are those of the busiest worker. With
+        ``ReplayConfig(write_mode="trajectory")`` ``replay_dropped`` counts those of the frames handed out that were not
+        written, because their trajectory was never whole.
         """
         self._stream.check_background()
         with self._stream.turn.taken():
-            return self._ledger.statistics(self._stream.gatherer)
+            return {**self._ledger.statistics(self._stream.gatherer), **self._replay.statistics()}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, for ``weights_only=True``: counters, ids, versions and seeds. Asks no worker."""

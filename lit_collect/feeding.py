@@ -229,7 +229,11 @@ class Samples(Feed):
                 return
             self.due -= 1
             self.samples += 1
-            sample: TensorDictBase = buffer.sample()
+            sample = buffer.sample()
+            if not isinstance(sample, TensorDictBase):
+                raise TypeError(
+                    f"a sample must be a TensorDict, got {type(sample).__name__} from {type(buffer).__name__}.sample()"
+                )
             yield sample
 
 

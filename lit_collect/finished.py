@@ -86,6 +86,11 @@ class Finished:
             return parts[0], taken[0]
         return {key: _joined([part[key] for part in parts]) for key in parts[0]}, np.concatenate(taken)
 
+    def waiting(self) -> Columns:
+        """All rows that wait, [M, ...] by key; to be read only. There must be some."""
+        parts = [{key: column[bundle.row :] for key, column in bundle.columns.items()} for bundle in self._bundles]
+        return {key: _joined([part[key] for part in parts]) for key in parts[0]}
+
     def drop_older_than(self, version: int) -> int:
         """Drop those in which weights acted that are older than allowed.
 

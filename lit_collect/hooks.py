@@ -69,7 +69,8 @@ class Output:
         hooks: of the user.
         sink: is given the transitions of each batch (see `extend`); None for none. If it has
             ``wait_for_room(timeout_s) -> bool``, frames are collected in the background only while it says so;
-            ``collection_ended(error)`` is called when no more will be, with what went wrong or None.
+            ``collection_ended(error)`` is called when no more will be, with what went wrong or None. If it has
+            ``budget_spent()``, that is called after the last batch of the budget.
     """
 
     def __init__(self, hooks: Hooks, sink: Any) -> None:
@@ -85,6 +86,12 @@ class Output:
         """Whether the sink can take another batch, or could within a number of seconds."""
         wait: Callable[[float], bool] | None = getattr(self.sink, "wait_for_room", None)
         return wait is None or wait(timeout_s)
+
+    def budget_spent(self) -> None:
+        """There will be no batch any more: a sink writes what it has kept back."""
+        tell: Callable[[], None] | None = getattr(self.sink, "budget_spent", None)
+        if tell is not None:
+            tell()
 
     def ended(self, error: BaseException | None) -> None:
         """Nothing is collected in the background any more; `error` says what went wrong."""

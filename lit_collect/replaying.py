@@ -1,5 +1,6 @@
 """`Replaying`: the replay buffer of a data module, from the first batch over several fits and checkpoints."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -30,10 +31,12 @@ class Replaying:
     """
 
     def __init__(self, given: Any, *, plan: Plan) -> None:
-        if isinstance(given, dict):
+        if isinstance(given, Mapping):
             given = settings(ReplayConfig, given, "replay")
         self.config = given if isinstance(given, ReplayConfig) else None
-        if self.config is None and not (hasattr(given, "extend") and hasattr(given, "sample")):
+        if self.config is None and (
+            isinstance(given, type) or not (hasattr(given, "extend") and hasattr(given, "sample"))
+        ):
             raise TypeError(
                 f"replay must be a ReplayConfig or an object with extend and sample, got {given!r}; give the "
                 f"collector's replay_buffer= what is only written to"
@@ -73,7 +76,7 @@ class Replaying:
             )
             self._rank = place.rank
             if self._state is not None:
-                self._load(self._target.buffer, self._state)
+                self._load(self._target, self._state)
                 self._state = None
         return self._target
 
@@ -87,6 +90,15 @@ class Replaying:
         """
         sink = self.target(place).sink(total_copies, pieces=self._pieces)
         extend(sink, batch)
+
+    def budget_spent(self) -> None:
+        """No rows will come: what waits for others is written."""
+        if self._target is not None:
+            self._target.budget_spent()
+
+    def statistics(self) -> dict[str, int]:
+        """See `ReplayTarget.statistics`."""
+        return {} if self._target is None else self._target.statistics()
 
     def count(self, gather: Gather) -> None:
         """Tell the other ranks how many rows were written: a checkpoint, which is the first rank's, says it of all.
@@ -137,14 +149,16 @@ class Replaying:
         buffer = self._given if self._target is None else self._target.buffer
         if not self._is_ours or isinstance(buffer, ReplayConfig):
             return self._state
-        return {**buffer.state_dict(), "rank": self._rank, "write_counts": list(self._counts)}
+        state = {**buffer.state_dict(), "rank": self._rank, "write_counts": list(self._counts)}
+        waiting = None if self._target is None else self._target.writer_state()
+        return state if waiting is None else {**state, "writer": waiting}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on with what a buffer held."""
         if self._target is None:
             self._state = state
         elif state is not None:
-            self._load(self._target.buffer, state)
+            self._load(self._target, state)
         elif self.config is not None and self.config.path is None:  # of a moment before it was built
             self._target.close()
             self._target = None
@@ -157,8 +171,10 @@ class Replaying:
         self._target.close()
         self._target = None
 
-    def _load(self, buffer: Any, state: dict[str, Any]) -> None:
+    def _load(self, target: ReplayTarget, state: dict[str, Any]) -> None:
         """Go on where this rank was left; from another's state with its rows, or those in files of one's own."""
+        buffer = target.buffer
+        target.load_writer_state(state.get("writer"))
         self._counts = list(state.get("write_counts", ()))
         if state.get("rank", self._rank) != self._rank and isinstance(buffer, ReplayBuffer):
             own = buffer.state_dict()

@@ -85,7 +85,7 @@ class Stream:
         """One batch, with what the user wants to be done to it."""
         self.check_idle()
         self._output.begin()
-        return self._output.finish(self.make())
+        return self._finished(self.make())
 
     def make(self) -> TensorDictBase:
         """One batch as it comes."""
@@ -121,7 +121,7 @@ class Stream:
             self._begin,
             self._next,
             room=self._output.wait_for_room,
-            sink=self._output.finish,
+            sink=self._finished,
             ended=self._output.ended,
             turn=self.turn,
             backend=self._group.backend,
@@ -190,6 +190,12 @@ class Stream:
         if self._budget.to_come != 0:
             self._output.begin()
         return self._budget.to_come != 0
+
+    def _finished(self, batch: TensorDictBase) -> TensorDictBase:
+        batch = self._output.finish(batch)
+        if self._budget.to_come == 0:
+            self._output.budget_spent()
+        return batch
 
     def _next(self, timeout_s: float | None) -> TensorDictBase | None:
         """One batch, None if there was none in time."""

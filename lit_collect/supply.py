@@ -96,9 +96,10 @@ class Supply:
 
     def statistics(self) -> dict[str, Any]:
         """The collector's counters, also after a fit; empty before the first batch."""
-        if self.collector is None or self._ahead is not None:  # the latter would wait for the batch that is being made
-            return dict(self._statistics)
-        return self.collector.statistics()
+        told = self._statistics
+        if self.collector is not None and self._ahead is None:  # which would wait for the batch that is being made
+            told = self.collector.statistics()
+        return {**told, **({} if self._replaying is None else self._replaying.statistics())}
 
     def collect(self) -> TensorDictBase:
         """The next whole batch: publish changed weights, collect, prepare, write to the replay buffer.
@@ -121,6 +122,8 @@ class Supply:
         if self._seat.prepares:
             batch = prepared(batch, self._seat.trainer)
         self._replaying.write(batch, self._place(), collector.num_envs * self._seat.world_size)
+        if self.frames_left == 0:
+            self._replaying.budget_spent()
         if self._seat.world_size > 1:
             self._replaying.count(self._seat.gather)
         self._replaying.see_version(collector.policy_version)
@@ -162,7 +165,8 @@ class Supply:
                 closing.callback(collector.shutdown)
                 state = collector.state_dict()
                 self._state = state if ahead is None else ahead.counted_out(state)
-                self._statistics = collector.statistics()
+                statistics = collector.statistics()
+                self._statistics = statistics if ahead is None else ahead.dropped_out(statistics)
 
     def _next(self, collector: Collector) -> TensorDictBase:
         """One batch of this rank, counted over all."""

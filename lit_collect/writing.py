@@ -1,10 +1,12 @@
 """How collected batches get into a replay buffer: at once, or as whole trajectories."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from lit_collect.assembler import TrajectoryAssembler
+from lit_collect.frames import LENGTHS
 from lit_collect.replay.config import ReplayConfig
 
 _ANY_NUMBER = 1 << 62
@@ -40,6 +42,8 @@ class TrajectoryWriter:
         total_copies: int | None = None,
     ) -> None:
         self.buffer = buffer
+        self.frames_dropped = 0
+        """Rows that were never written: their trajectories were not whole."""
         self._whole = trajs_per_write is not None
         self._assembler = TrajectoryAssembler(trajs_per_write or _ANY_NUMBER, pieces=pieces, total_copies=total_copies)
 
@@ -49,14 +53,50 @@ class TrajectoryWriter:
         Args:
             batch: [N, T] or [M]; of each trajectory the rows in the order of time.
         """
-        self._assembler.add(batch)
-        take = self._assembler.take if self._whole else self._assembler.rest
-        while (trajectories := take()) is not None:
-            self.buffer.extend(trajectories)
+        self.frames_dropped += self._assembler.add(batch)
+        self._write(self._assembler.take if self._whole else self._assembler.rest)
 
     def restart(self) -> None:
         """All env copies begin new episodes: rows of the trajectories that were running will never be written."""
-        self._assembler.drop_open()
+        self.frames_dropped += self._assembler.drop_open()
+
+    def budget_spent(self) -> None:
+        """No rows will come: write what is complete, however few, and drop what is not."""
+        self._write(self._assembler.rest)
+        self.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Complete trajectories that wait for others, as nested tensors; running ones cannot be gone on with."""
+        waiting = self._assembler.waiting()
+        return {
+            "waiting": None if waiting is None else waiting.to_dict(),
+            "frames_dropped": self.frames_dropped + self._assembler.frames_open,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hold the same trajectories."""
+        self._assembler.forget()
+        self.frames_dropped = state["frames_dropped"]
+        if state["waiting"] is not None:
+            self._assembler.add(TensorDict.from_dict(state["waiting"], batch_dims=1))
+
+    def _write(self, take: Callable[[], TensorDictBase | None]) -> None:
+        while (trajectories := take()) is not None:
+            for rows in _that_fit(trajectories, getattr(self.buffer, "capacity", None)):
+                self.buffer.extend(rows)
+
+
+def _that_fit(trajectories: TensorDictBase, capacity: int | None) -> list[TensorDictBase]:
+    """Rows of whole trajectories in as few parts as have at most so many rows; a longer one has its own."""
+    if capacity is None or len(trajectories) <= capacity:
+        return [trajectories]
+    lengths, parts, first, end = trajectories[LENGTHS].tolist(), [], 0, 0
+    while end < len(lengths):
+        if end > first and end + lengths[end] - first > capacity:
+            parts.append(trajectories[first:end])
+            first = end
+        end += lengths[end]
+    return [*parts, trajectories[first:]]
 
 
 class ReplayTarget:
@@ -86,6 +126,7 @@ class ReplayTarget:
         if self.config is not None:
             self.buffer = self.config.build(compact_obs=compact_obs, seed=seed, subfolder=subfolder)
         self._sink: Any = None
+        self._state: Mapping[str, Any] | None = None  # of the writer that is to come
 
     @property
     def min_frames(self) -> int:
@@ -107,15 +148,41 @@ class ReplayTarget:
         if self._sink is None:
             self._sink = self.buffer
             if self.config is not None and self.config.write_mode == "trajectory":
-                self._sink = TrajectoryWriter(
+                self._sink = writer = TrajectoryWriter(
                     self.buffer, self.config.trajs_per_write, pieces=pieces, total_copies=total_copies
                 )
+                if self._state is not None:
+                    writer.load_state_dict(self._state)
         return self._sink
+
+    @property
+    def writer(self) -> TrajectoryWriter | None:
+        """What writes whole trajectories, once it is there."""
+        return self._sink if isinstance(self._sink, TrajectoryWriter) else None
 
     def restart(self) -> None:
         """All env copies begin new episodes."""
-        if isinstance(self._sink, TrajectoryWriter):
-            self._sink.restart()
+        if self.writer is not None:
+            self.writer.restart()
+
+    def budget_spent(self) -> None:
+        """No rows will come: what waits for others is written."""
+        if self.writer is not None:
+            self.writer.budget_spent()
+
+    def statistics(self) -> dict[str, int]:
+        """``replay_dropped``: frames whose trajectories were never whole, so that they were not written."""
+        return {} if self.writer is None else {"replay_dropped": self.writer.frames_dropped}
+
+    def writer_state(self) -> Mapping[str, Any] | None:
+        """What waits to be written, None if there is no such thing."""
+        return self._state if self.writer is None else self.writer.state_dict()
+
+    def load_writer_state(self, state: Mapping[str, Any] | None) -> None:
+        """Go on with what waited to be written."""
+        self._state = state
+        if self.writer is not None and state is not None:
+            self.writer.load_state_dict(state)
 
     def close(self) -> None:
         """Release what was built here; may be called again."""

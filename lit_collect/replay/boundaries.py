@@ -236,7 +236,7 @@ class Boundaries:
             if len(heads) == 0:
                 raise ValueError(
                     f"no trajectory is long enough : expected slices of {length} rows, got at most {self.longest} rows "
-                    "in one piece; ask for shorter slices, take strict_length=False, or collect more before"
+                    "in one piece; ask for shorter slices, a sampler with strict_length=False, or collect more before"
                 )
             if int(counts.max()) * _STEP_PER_ROW < self._extent:
                 self._tables[key] = np.sort(np.concatenate(self._first_rows(heads, counts)))

@@ -8,7 +8,7 @@ from lit_collect.config import at_least, nearest_multiples, one_of
 from lit_collect.replay.buffer import ReplayBuffer
 from lit_collect.replay.names import resolve_storage
 from lit_collect.replay.samplers import Sampler, resolve_sampler
-from lit_collect.replay.settings import check_fit, check_transforms
+from lit_collect.replay.settings import check_fit, check_slices, check_transforms
 from lit_collect.replay.storage import MemoryStorage, Storage
 from lit_collect.replay.transforms import SampleTransform
 from lit_collect.replay.writers import resolve_writer
@@ -97,6 +97,7 @@ class ReplayConfig:
         """Raise where the buffer would, which is built long after."""
         sampler = resolve_sampler(self.sampler, slice_len=self.slice_len)
         sampler.check_batch_size(self.batch_size)
+        check_slices(sampler, capacity=self.capacity, batch_size=self.batch_size)
         storage = resolve_storage(self.storage, self.path)
         check_fit(sampler, resolve_writer("ring"), storage, self.transforms, compact_obs=False)
 

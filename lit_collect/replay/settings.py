@@ -71,3 +71,22 @@ def check_fit(
             f"{', '.join(rowwise)} works on single rows : expected a sampler of rows, got {type(sampler).__name__}; "
             f"leave the slices or the transform out"
         )
+
+
+def check_slices(sampler: Sampler, *, capacity: int, batch_size: int) -> None:
+    """Raise if slices are longer than everything that is kept.
+
+    Args:
+        sampler: of the buffer.
+        capacity: rows that are kept.
+        batch_size: rows of a sample.
+
+    Raises:
+        ValueError: then.
+    """
+    shape = getattr(sampler, "shape", None)
+    if shape is None or not getattr(sampler, "strict_length", True):
+        return
+    length = shape.of(batch_size)[1]
+    if length > capacity:
+        raise ValueError(f"replay.capacity must hold a slice of {length} rows, got {capacity}; raise it")

@@ -99,9 +99,23 @@ def test_whole_trajectories_are_written_once_complete(learner, trainer_with):
     starts = (rows["observation"][:, 2] == 0).nonzero().flatten()
     ends = rows["next", "done"].flatten().nonzero().flatten()
     assert len(starts) == len(ends)
-    assert len(ends) % 3 == 0
     assert torch.equal(ends[:-1] + 1, starts[1:])  # one after the other, none interleaved
-    assert len(buffer) < 320
+    assert len(buffer) == data.frames_total == 320  # also those that waited for others at the end
+    assert data.statistics()["replay_dropped"] == 0
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_resumed_run_writes_the_whole_trajectories_that_waited(tmp_path, learner, trainer_with, background):
+    config = ReplayConfig(capacity=900, batch_size=8, write_mode="trajectory", trajs_per_write=7, background=background)
+    first = data_of(config, frames_per_batch=20, total_frames=400)
+    trainer = trainer_with(max_steps=9)
+    trainer.fit(learner(), datamodule=first)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    second = data_of(config, frames_per_batch=20, total_frames=400)
+    trainer_with(max_epochs=-1).fit(learner(), datamodule=second, ckpt_path=tmp_path / "one.ckpt")
+    assert second.frames_total == 400
+    assert len(second.replay_buffer) + second.statistics()["replay_dropped"] == 400
+    assert 0 < second.statistics()["replay_dropped"] < 2 * 4 * 7  # what was open at the checkpoint, and at the end
 
 
 def test_samples_wait_until_there_is_a_slice_to_make(learner, trainer_with):
@@ -397,3 +411,12 @@ def test_state_of_before_the_first_batch_is_of_no_rows(background, learner, trai
     assert (data.frames_total, len(data.replay_buffer)) == (0, 0)
     trainer_with(max_epochs=-1).fit(learner(), datamodule=data)
     assert data.frames_total == len(data.replay_buffer) == 320
+
+
+@pytest.mark.parametrize(("options", "replay"), BACKENDS)
+def test_counts_after_a_fit_that_was_stopped_are_of_what_was_handed_out(options, replay, learner, trainer_with):
+    data = data_of(ReplayConfig(capacity=400, batch_size=8, **replay), **options)
+    trainer_with(max_steps=7).fit(learner(), datamodule=data)
+    counts = data.statistics()
+    assert counts["frames_yielded"] == data.frames_total
+    assert counts["frames_stepped"] == sum(counts[f"frames_{what}"] for what in ("yielded", "pending", "dropped"))
