@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -78,6 +79,8 @@ class Replaying:
             if self._state is not None:
                 self._load(self._target, self._state)
                 self._state = None
+            elif self.config is not None and self.config.path is not None and (rows := len(self._target.buffer)):
+                rank_zero_info(f"the replay buffer at {self.config.path} goes on with {rows:,} rows of an earlier run")
         return self._target
 
     def write(self, batch: TensorDictBase, place: Placement, total_copies: int) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,7 @@ class ReplayBuffer:
             FrameContractError: if keys, shapes or dtypes are not those of the rows that are there.
             CollectTimeoutError: if another thread or process has kept the buffer for a minute.
         """
-        with self._storage.use():
-            self._check_open()
+        with self._use():
             rows = self._intake.rows(batch)
             if len(rows) > self.capacity:
                 raise ValueError(
@@ -175,7 +175,7 @@ class ReplayBuffer:
             CollectTimeoutError: if another thread or process has kept the buffer for a minute.
         """
         size = self._size(batch_size)
-        with self._storage.use():
+        with self._use():
             self._catch_up()
             drawn = self._sampler.draw(self._rows, size, self._rng)
             positions = drawn.positions
@@ -199,7 +199,7 @@ class ReplayBuffer:
             batch_size: how many; None for the buffer's own number.
         """
         size = self._size(batch_size)
-        with self._storage.use():
+        with self._use():
             self._catch_up()
             return self._sampler.can_draw(self._rows, size)
 
@@ -215,7 +215,7 @@ class ReplayBuffer:
                 out of range.
             TypeError: if positions are no integers; a mask is none.
         """
-        with self._storage.use():
+        with self._use():
             self._catch_up()
             positions, priorities = addressed(index, priority, self._rows)
             self._sampler.update_priority(self._rows, positions, priorities)
@@ -227,7 +227,7 @@ class ReplayBuffer:
             IndexError: if there is no row at a position.
             TypeError: if positions are no integers; a mask is none.
         """
-        with self._storage.use():
+        with self._use():
             self._catch_up()
             if isinstance(positions, slice):
                 wanted = np.arange(*positions.indices(self._rows.extent))
@@ -247,7 +247,7 @@ class ReplayBuffer:
 
     def __len__(self) -> int:
         """Rows that may be drawn; those that a process lost when it died do not count."""
-        with self._storage.use():
+        with self._use():
             self._catch_up()
             return self._rows.size
 
@@ -298,7 +298,7 @@ class ReplayBuffer:
             ``age_mean``: how many rows were written, on the average, after a row that was handed out since
             `take_statistics` was called last. It is absent if none was.
         """
-        with self._storage.use():
+        with self._use():
             numbers: dict[str, float] = {
                 "size": len(self),
                 "capacity": self.capacity,
@@ -312,7 +312,7 @@ class ReplayBuffer:
 
     def take_statistics(self) -> dict[str, float]:
         """The same, and from here on ages are averaged anew."""
-        with self._storage.use():
+        with self._use():
             numbers = self.statistics()
             self._asked = (self._sampled, self._age_sum)
             return numbers
@@ -321,7 +321,7 @@ class ReplayBuffer:
 
     def empty(self) -> None:
         """Forget all rows; the next ones may be of another trajectory, but must have the same keys."""
-        with self._storage.use():
+        with self._use():
             self._storage.void_after(0)
             self._intake = Intake()
             self._writer.reopen(_NO_ROWS)
@@ -329,7 +329,7 @@ class ReplayBuffer:
 
     def flush(self) -> None:
         """Return when all rows would outlive a loss of power, where the storage outlives anything."""
-        with self._storage.use():
+        with self._use():
             self._storage.flush()
 
     def close(self) -> None:
@@ -345,7 +345,7 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors: the rows (unless they are in files), cursor, sampler and random state."""
-        with self._storage.use():
+        with self._use():
             self._catch_up()
             state = contents_of(self._storage)
             state["sampler_kind"], state["compact_obs"] = type(self._sampler).__name__, self.compact_obs
@@ -370,7 +370,7 @@ class ReplayBuffer:
             ValueError: if it is of another capacity, kind of storage, sampler or rows, lacks something, or files lack
                 its rows.
         """
-        with self._storage.use():
+        with self._use():
             self._check_state(state)
             load_contents(self._storage, state)
             self._intake = Intake()
@@ -389,7 +389,7 @@ class ReplayBuffer:
 
     def draw_state(self) -> dict[str, Any]:
         """How it would draw on, without the rows: sampler (with priorities, for instance) and random state."""
-        with self._storage.use():
+        with self._use():
             self._catch_up()
             return {"sampler": self._sampler.state_dict(), "random": self._rng.bit_generator.state}
 
@@ -402,7 +402,7 @@ class ReplayBuffer:
         Raises:
             ValueError: if it is of another sampler, or lacks something.
         """
-        with self._storage.use():
+        with self._use():
             self._catch_up()
             check_draws(self._sampler, state)
             self._sampler.load_state_dict(state["sampler"])
@@ -433,7 +433,6 @@ class ReplayBuffer:
 
     def _catch_up(self) -> None:
         """Take note of all rows that were written, by whomever."""
-        self._check_open()
         epoch = self._rows.epoch
         new = self._rows.catch_up()
         if self._rows.epoch != epoch:
@@ -467,9 +466,10 @@ class ReplayBuffer:
             self._sampler.appended(self._rows, self._rows.catch_up(places))
         return torch.from_numpy(positions)
 
-    def _check_open(self) -> None:
+    def _use(self) -> AbstractContextManager[None]:
         if self._closed:
             raise ValueError("the replay buffer is closed; build a new one")
+        return self._storage.use()
 
     def _size(self, batch_size: int | None) -> int:
         if batch_size is None:

@@ -1,6 +1,7 @@
 """A replay buffer between the collector and the trainer: ratios, warm-up, exact rows, resuming, going on meanwhile."""
 
 import copy
+import logging
 import pickle
 import threading
 from functools import partial
@@ -420,3 +421,16 @@ def test_counts_after_a_fit_that_was_stopped_are_of_what_was_handed_out(options,
     counts = data.statistics()
     assert counts["frames_yielded"] == data.frames_total
     assert counts["frames_stepped"] == sum(counts[f"frames_{what}"] for what in ("yielded", "pending", "dropped"))
+
+
+def test_second_run_on_a_mapped_folder_is_told_that_it_goes_on(tmp_path, learner, trainer_with, caplog):
+    caplog.set_level(logging.INFO, "lightning.pytorch.utilities.rank_zero")
+    replay = ReplayConfig(capacity=400, batch_size=8, storage="mapped", path=str(tmp_path / "rows"))
+    for rows in (64, 128):
+        caplog.clear()
+        data = data_of(replay, total_frames=64)
+        trainer_with(max_epochs=-1).fit(learner(), datamodule=data)
+        assert len(data.replay_buffer) == rows
+        data.replay_buffer.close()
+        said = [text for text in caplog.messages if "goes on with 64 rows of an earlier run" in text]
+        assert len(said) == (rows == 128)

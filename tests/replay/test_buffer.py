@@ -334,10 +334,11 @@ def test_empty_then_forgets_rows_and_trajectories():
     assert buffer[:]["action"].tolist() == [8]
 
 
-def test_close_then_nothing_works_any_more():
-    with ReplayBuffer(8) as buffer:
+@pytest.mark.parametrize("storage", ["memory", "shared", "mapped"])
+def test_close_then_nothing_works_any_more(storage, tmp_path):
+    with ReplayBuffer(8, storage=storage, path=tmp_path / "rows" if storage == "mapped" else None) as buffer:
         buffer.extend(numbered(8))
-    for use in (buffer.sample, partial(buffer.extend, numbered(1)), buffer.__len__):
+    for use in (buffer.sample, partial(buffer.extend, numbered(1)), buffer.__len__, buffer.state_dict, buffer.flush):
         with pytest.raises(ValueError, match="the replay buffer is closed"):
             use()
     buffer.close()
