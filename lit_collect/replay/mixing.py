@@ -1,5 +1,6 @@
 """`MixedBuffer`: rows that are collected and rows that were there before, in one sample."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,27 +9,40 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from lit_collect.errors import FrameContractError
-from lit_collect.frames import INDEX, OFFLINE, WEIGHT, WRITTEN, Key, as_key
+from lit_collect.frames import ACTION_MASK, INDEX, MASK, N_STEPS, OFFLINE, WEIGHT, WRITTEN, Key, as_key
 from lit_collect.replay.buffer import ReplayBuffer
+from lit_collect.replay.transforms import NStep
 
 _FILLED: Mapping[Key, tuple[torch.dtype, float]] = {
     INDEX: (torch.int64, -1),
     WRITTEN: (torch.int64, -1),
     WEIGHT: (torch.float32, 1.0),
+    N_STEPS: (torch.int64, 1),
+    MASK: (torch.bool, True),
 }
+_IN_BOTH: tuple[Key, ...] = (ACTION_MASK, ("next", *ACTION_MASK))  # who finds none takes all actions for allowed
 
 
 class MixedBuffer:
     """Samples of two buffers in one, as for learning online with demonstrations (Ball et al. 2023, arXiv:2302.02948).
 
     Collected rows go to the online buffer; the offline one is only read. A sample has the online rows first, then the
-    offline ones, and the keys that both have. ``("collector", "offline")`` says which row is of which part.
+    offline ones, and ``("collector", "offline")`` says which row is of which part.
+
+    It has the keys that both parts have. What only one of them adds to its samples is filled in for the other: weight
+    1, one step, no padding, an unknown place. Any other key that only one has is left out (infos, what the policy
+    said), so that whoever needs it finds it missing. Not so ``"action_mask"``, without which all actions would count as
+    allowed: it must be in both or in none.
 
     Args:
         online: takes and gives rows: a `ReplayBuffer`, or another object with ``extend`` and ``sample``.
         offline: gives rows: a `ReplayBuffer`, or another object with ``sample(batch_size)``.
         fraction: part of each sample that is online, 0-1.
         batch_size: rows of a sample; None for the online buffer's.
+
+    Raises:
+        TypeError: if a part or a setting is of the wrong kind.
+        ValueError: if a setting is out of range, or the parts sum rewards (`NStep`) with different discounts.
 
     Example:
         >>> from tensordict import TensorDict
@@ -54,6 +68,7 @@ class MixedBuffer:
             raise TypeError(f"fraction must be a number, got {fraction!r}; give the online part of a sample, 0 to 1")
         if not 0 <= fraction <= 1:
             raise ValueError(f"fraction must be between 0 and 1, got {fraction!r}")
+        _check_discounts(online, offline)
         self.online = online
         self.offline = offline
         self.fraction = fraction
@@ -104,7 +119,7 @@ class MixedBuffer:
             [M] or slices [S, L], online rows first.
 
         Raises:
-            FrameContractError: if what both have differs in shape or dtype.
+            FrameContractError: if what both have differs in shape or dtype, or one has action masks and the other none.
             ValueError: whatever the parts raise, for instance while one is empty.
         """
         counts = self._counts(self.batch_size if batch_size is None else batch_size)
@@ -194,6 +209,31 @@ class MixedBuffer:
         return online, batch_size - online
 
 
+def summed_with(buffer: Any) -> set[float]:
+    """The discounts by which a buffer sums rewards over several steps.
+
+    Args:
+        buffer: one of ours; of another kind nobody knows.
+
+    Example:
+        >>> summed_with(ReplayBuffer(8, transforms=[NStep(3, gamma=0.9)])), summed_with(ReplayBuffer(8))
+        ({0.9}, set())
+    """
+    if isinstance(buffer, MixedBuffer):
+        return summed_with(buffer.online) | summed_with(buffer.offline)
+    transforms = buffer.transforms if isinstance(buffer, ReplayBuffer) else ()
+    return {each.gamma for each in transforms if isinstance(each, NStep) and each.n > 1}
+
+
+def _check_discounts(online: Any, offline: Any) -> None:
+    here, there = summed_with(online), summed_with(offline)
+    if not all(math.isclose(one, other) for one in here for other in there):
+        raise ValueError(
+            f"both parts must sum rewards with the same discount, got NStep with gamma={min(here)} online and "
+            f"gamma={min(there)} offline; give both the gamma of the algorithm"
+        )
+
+
 def _takes_priorities(buffer: Any) -> bool:
     return hasattr(buffer, "update_priority") and bool(getattr(buffer, "has_priorities", True))
 
@@ -207,6 +247,16 @@ def _fill(parts: list[TensorDictBase]) -> None:
                     part.set(key, torch.full(part.batch_size, value, dtype=dtype))
 
 
+def _check_masks(online: TensorDictBase, offline: TensorDictBase) -> None:
+    for key in _IN_BOTH:
+        lacking = [name for name, part in (("online", online), ("offline", offline)) if part.get(key, None) is None]
+        if len(lacking) == 1:
+            raise FrameContractError(
+                f"{'.'.join(key)!r} must be in the rows of both parts or of none : the {lacking[0]} rows lack it, and "
+                f"all actions would count as allowed; write the masks into those rows, or leave them out of the others"
+            )
+
+
 def _joined(parts: list[TensorDictBase]) -> TensorDictBase:
     first, second = parts
     if first.batch_size[1:] != second.batch_size[1:]:
@@ -214,6 +264,7 @@ def _joined(parts: list[TensorDictBase]) -> TensorDictBase:
             f"the samples of both parts must have the same kind of rows, got {tuple(first.batch_size)} online and "
             f"{tuple(second.batch_size)} offline; give both the same slice_len"
         )
+    _check_masks(first, second)
     common = [as_key(key) for key in first.keys(True, True) if second.get(key, None) is not None]
     for key in common:
         here, there = first.get(key), second.get(key)

@@ -5,8 +5,8 @@ import torch
 from tensordict import TensorDict
 
 from lit_collect import FrameContractError
-from lit_collect.frames import INDEX, OFFLINE, WEIGHT, WRITTEN
-from lit_collect.replay import MixedBuffer, ReplayBuffer
+from lit_collect.frames import INDEX, MASK, N_STEPS, NEXT_REWARD, OFFLINE, WEIGHT, WRITTEN
+from lit_collect.replay import MixedBuffer, NStep, ReplayBuffer, SliceSampler
 
 
 def filled(first, count=20, sampler="uniform", batch_size=8, **more):
@@ -56,6 +56,66 @@ def test_sample_with_an_offline_part_of_any_kind_then_fills_what_it_lacks():
     assert (sample[WRITTEN][4:] == -1).all()
     assert (sample[WEIGHT][4:] == 1).all()
     assert torch.equal(sample[INDEX][:4], sample["observation"][:4])
+
+
+def rewarded(*transforms):
+    """Twenty rows of an episode, each with reward 1."""
+    buffer = ReplayBuffer(64, 8, transforms=transforms, seed=0)
+    following = {"reward": torch.ones(20, 1), "done": torch.arange(20)[:, None] == 19}
+    buffer.extend(rows(0, 20, next=TensorDict(following, batch_size=[20])))
+    return buffer
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_sample_when_one_part_sums_rewards_then_rows_of_the_other_are_of_one_step(swapped):
+    parts = [rewarded(NStep(3, 1.0)), rewarded()]
+    sample = MixedBuffer(*parts[:: -1 if swapped else 1]).sample(400)
+    summed = sample[OFFLINE] == swapped
+    assert (sample[N_STEPS][~summed] == 1).all()
+    assert sample[N_STEPS][summed].max() == 3
+    assert torch.equal(sample[NEXT_REWARD][:, 0], sample[N_STEPS].float())
+
+
+def test_sample_when_parts_sum_other_numbers_of_rewards_then_each_row_says_its_own():
+    sample = MixedBuffer(rewarded(NStep(3, 1.0)), rewarded(NStep(5, 1.0))).sample(400)
+    assert [sample[N_STEPS][sample[OFFLINE] == offline].max() for offline in (False, True)] == [3, 5]
+    assert torch.equal(sample[NEXT_REWARD][:, 0], sample[N_STEPS].float())
+
+
+def test_mixed_buffer_when_parts_sum_with_other_discounts_then_is_refused():
+    with pytest.raises(ValueError, match=r"same discount, got NStep with gamma=0.99 online and gamma=0.9 offline"):
+        MixedBuffer(rewarded(NStep(3, 0.99)), rewarded(NStep(5, 0.9)))
+    MixedBuffer(rewarded(NStep(3, 0.99)), rewarded(NStep(1, 0.9)))  # one reward is not discounted
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_sample_when_slices_of_one_part_are_padded_then_the_others_are_marked_whole(swapped):
+    padded = ReplayBuffer(64, 16, sampler=SliceSampler(8, strict_length=False), seed=0)
+    padded.extend(rows(0, 3))
+    whole = ReplayBuffer(64, 16, slice_len=8, seed=0)
+    whole.extend(rows(100, 20))
+    sample = MixedBuffer(*(whole, padded)[:: 1 if swapped else -1]).sample()
+    lengths = sample[MASK].sum(1)[sample[OFFLINE][:, 0].argsort(descending=not swapped, stable=True)]
+    assert lengths.tolist() == [8, 3]
+
+
+MASKS = torch.ones(20, 2, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [("action_mask", {"action_mask": MASKS}), ("next.action_mask", {"next": TensorDict({"action_mask": MASKS}, [20])})],
+)
+@pytest.mark.parametrize("lacking", ["online", "offline"])
+def test_sample_when_one_part_has_no_action_masks_then_is_refused(lacking, key, more):
+    parts = {"online": filled(0, **more), "offline": filled(100, **more), lacking: filled(200)}
+    with pytest.raises(FrameContractError, match=f"'{key}' must be in the rows of both .* the {lacking} rows lack it"):
+        MixedBuffer(**parts).sample()
+
+
+def test_sample_when_both_parts_have_action_masks_then_has_them():
+    sample = MixedBuffer(filled(0, action_mask=MASKS), filled(100, action_mask=~MASKS)).sample()
+    assert torch.equal(sample["action_mask"][:, 0], ~sample[OFFLINE])
 
 
 def test_extend_then_goes_online():
