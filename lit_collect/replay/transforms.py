@@ -185,7 +185,11 @@ class Hindsight(SampleTransform):
         self.compute_terminated = compute_terminated
 
     def __call__(self, sample: TensorDictBase, rows: RowReader) -> TensorDictBase:
-        """Relabel a part of [M] rows."""
+        """Relabel a part of [M] rows.
+
+        Raises:
+            FrameContractError: if rows have no goals, or a function gives no number for each row, or no finite reward.
+        """
         for key in _GOALS:
             if sample.get(key, None) is None:
                 raise FrameContractError(
@@ -203,6 +207,7 @@ class Hindsight(SampleTransform):
             sample.get(key)[index] = goals
         achieved, desired = sample.get(_ACHIEVED)[index].numpy(), goals.numpy()
         reward = _checked("compute_reward", self.compute_reward(achieved, desired, {}), len(chosen))
+        _check_finite(reward, achieved, desired)
         _put(sample, NEXT_REWARD, index, reward)
         if self.compute_terminated is not None:
             terminated = _checked("compute_terminated", self.compute_terminated(achieved, desired, {}), len(chosen))
@@ -239,6 +244,17 @@ def _checked(name: str, values: Any, count: int) -> Tensor:
             f"the last dimension of the goals, for instance np.linalg.norm(achieved_goal - desired_goal, axis=-1)"
         )
     return given.reshape(count)
+
+
+def _check_finite(reward: Tensor, achieved: np.ndarray, desired: np.ndarray) -> None:
+    wrong = np.flatnonzero(~reward.isfinite().numpy())
+    if len(wrong):
+        first = wrong[0]
+        raise FrameContractError(
+            f"compute_reward must give finite rewards, got {reward[first].item()} (in {len(wrong)} of {len(reward)} "
+            f"rows), first for achieved_goal={achieved[first].tolist()} and desired_goal={desired[first].tolist()}; "
+            f"compute them from the two goals alone, the info is empty"
+        )
 
 
 def _put(sample: TensorDictBase, key: Key, index: Tensor, values: Tensor) -> None:

@@ -217,6 +217,18 @@ def test_hindsight_with_one_reward_for_all_then_says_so():
         buffer.sample()
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_hindsight_when_a_reward_is_not_finite_then_names_the_function_and_the_goals(wrong):
+    def compute_reward(achieved, desired, info):
+        return np.where(desired[:, 1] == 7, wrong, -1.0)
+
+    buffer = ReplayBuffer(64, 100, transforms=[Hindsight(compute_reward, 1.0)], seed=0)
+    buffer.extend(goals([7]))
+    words = rf"compute_reward must give finite rewards, got {wrong} \(in \d+ of 100 rows\), first for achieved_goal=\["
+    with pytest.raises(FrameContractError, match=words + r".*desired_goal=\[0.0, 7.0\]"):
+        buffer.sample()
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
