@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_collect.frames import MASK, N_STEPS, WEIGHT, flatten_rows
+from lit_collect.replay.mixing import summed_with
 from trainers.actor_critic import ActorCritic
 from trainers.off_policy_functional import bootstrap_discount
 
@@ -173,12 +175,16 @@ class OffPolicy(ActorCritic):
         Args:
             batch: Given by Lightning, not used.
             batch_idx: Given by Lightning, not used.
+
+        Raises:
+            ValueError: If the replay buffer sums rewards with another discount than this algorithm's.
         """
         data = self._data_module()
         frames = getattr(data, "frames_total", None)
         if frames is not None and frames == self._frames_seen:
             return
         self._frames_seen = frames
+        self._check_discount(getattr(data, "replay_buffer", None))
         self.follow_progress(getattr(data, "progress", 0.0))
         if self._means.num_updates >= max(1, self.trainer.log_every_n_steps):  # type: ignore[attr-defined]
             self._report()
@@ -215,6 +221,16 @@ class OffPolicy(ActorCritic):
     def _settings_in_force(self) -> dict[str, float]:
         """Further numbers for the loggers, by name."""
         return {}
+
+    def _check_discount(self, buffer: Any) -> None:
+        """Raise if rewards are summed with one discount and successors valued with another."""
+        for gamma in summed_with(buffer):
+            if not math.isclose(gamma, self.gamma):
+                raise ValueError(
+                    f"the discounts of algorithm and replay buffer differ : expected the same gamma in both, got "
+                    f"{self.algorithm}(gamma={self.gamma}) and NStep(gamma={gamma}) in the buffer's transforms; change "
+                    f"one of them"
+                )
 
     def _data_module(self) -> Any:
         """The data module of the Trainer that this is attached to; None without one."""

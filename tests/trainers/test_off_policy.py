@@ -5,9 +5,22 @@ import pytest
 import torch
 from torch import nn
 
-from lit_collect import CollectorDataModule, ReplayConfig
-from trainers import DQN, PPO, SAC
+from lit_collect import Collector, CollectorDataModule, MixedBuffer, NStep, ReplayBuffer, ReplayConfig
+from trainers import DQN, PPO, SAC, TD3
 from trainers.off_policy import Means, follow, target_of
+
+
+def quick_trainer(**settings):
+    return L.Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
 
 
 def test_target_of_is_a_copy_that_nothing_trains():
@@ -71,17 +84,45 @@ def test_means_of_nothing_are_nothing():
 )
 def test_fit_on_data_of_the_other_kind_says_so(model, replay, words):
     data = CollectorDataModule("CartPole-v1", num_envs=2, frames_per_batch=16, total_frames=16, replay=replay)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=1,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     with pytest.warns(UserWarning, match=words):
-        trainer.fit(model(), datamodule=data)
+        quick_trainer().fit(model(), datamodule=data)
+
+
+def mixed_with(transform):
+    """A mixed buffer whose offline part sums rewards."""
+    with Collector("CartPole-v1", num_envs=2, frames_per_batch=16, seed=0) as collector:
+        offline = ReplayBuffer(16, 8, transforms=[transform])
+        offline.extend(collector.collect())
+    return MixedBuffer(ReplayBuffer(64, 8), offline)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda n_step: ReplayConfig(capacity=64, batch_size=8, transforms=(n_step,)), mixed_with]
+)
+def test_fit_when_rewards_are_summed_with_another_discount_then_says_so(make):
+    data = CollectorDataModule(
+        "CartPole-v1", num_envs=2, frames_per_batch=16, total_frames=16, replay=make(NStep(3, 0.9))
+    )
+    words = r"the discounts .* differ : .* got DQN\(gamma=0.5\) and NStep\(gamma=0.9\) in the buffer's transforms"
+    with pytest.raises(ValueError, match=words):
+        quick_trainer().fit(DQN(gamma=0.5), datamodule=data)
+    assert data.frames_total == 16  # said with the first sample
+
+
+@pytest.mark.parametrize("model", [SAC, TD3])
+def test_fit_of_other_algorithms_with_another_discount_says_so_too(model):
+    replay = ReplayConfig(capacity=64, batch_size=8, transforms=(NStep(3, 0.9),))
+    data = CollectorDataModule("Pendulum-v1", num_envs=2, frames_per_batch=16, total_frames=16, replay=replay)
+    with pytest.raises(ValueError, match=r"the discounts of algorithm and replay buffer differ"):
+        quick_trainer().fit(model(), datamodule=data)
+
+
+def test_fit_with_one_reward_each_then_their_discount_does_not_matter():
+    replay = ReplayConfig(capacity=64, batch_size=8, transforms=(NStep(1, 0.9),))
+    data = CollectorDataModule("CartPole-v1", num_envs=2, frames_per_batch=16, total_frames=16, replay=replay)
+    trainer = quick_trainer()
+    trainer.fit(DQN(gamma=0.5), datamodule=data)
+    assert trainer.global_step == 1
 
 
 @pytest.mark.parametrize("model", [DQN, PPO, SAC])
@@ -94,16 +135,6 @@ def test_mixed_precision_goes_with_clipping_by_the_trainer(model):
         total_frames=16,
         replay=replay,
     )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=1,
-        limit_val_batches=0,
-        precision="bf16-mixed",
-        gradient_clip_val=0.5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quick_trainer(precision="bf16-mixed", gradient_clip_val=0.5)
     trainer.fit(model(max_grad_norm=None), datamodule=data)
     assert trainer.global_step == 1
