@@ -96,7 +96,8 @@ class CollectorDataModule(EvaluatedDataModule):
         updates: UpdateConfig = UpdateConfig(),
         rollout: RolloutConfig = RolloutConfig(),
         trajectories: TrajectoryConfig | None = None,
-        replay: ReplayConfig | MixedBuffer | ReplayBuffer | None = None,
+        # a command line tries them in turn: what sets one value of a mixed buffer must not be taken for a config
+        replay: MixedBuffer | ReplayConfig | ReplayBuffer | None = None,
         devices: DeviceConfig = DeviceConfig(),
         evaluation: EvaluationConfig | None = EvaluationConfig(),
         backend: Backend | str = "auto",

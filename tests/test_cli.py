@@ -13,8 +13,9 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 
-from lit_collect import CollectionMonitor, CollectorCLI, FrameProgress, LearningCurve, WeightSync
+from lit_collect import CollectionMonitor, Collector, CollectorCLI, FrameProgress, LearningCurve, WeightSync
 from lit_collect.cli import main, summary
+from lit_collect.frames import flatten_rows
 from lit_collect.testing import BoringRLModule
 from trainers import PPO
 
@@ -164,6 +165,40 @@ def test_command_that_is_not_to_run_builds_no_env():
     assert cli.datamodule.state_dict()["collector"] is None
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     assert len(cli.model.batches) == 3
+
+
+def test_single_values_of_a_mixed_buffer_of_a_config_are_set_on_the_command_line(tmp_path):
+    with Collector("lit_collect.testing.CountingEnv", num_envs=2, frames_per_batch=8) as collector:
+        flatten_rows(collector.collect()).memmap(str(tmp_path / "rows"))
+    parts = {
+        "online": {"class_path": "lit_collect.ReplayBuffer", "init_args": {"capacity": 100, "batch_size": 6}},
+        "offline": {"class_path": "lit_collect.offline_buffer", "init_args": {"path": "nowhere", "batch_size": 7}},
+    }
+    replay = {"class_path": "lit_collect.MixedBuffer", "init_args": parts}
+    own = {"class_path": "lit_collect.CollectorDataModule", "init_args": {"replay": replay}}
+    (tmp_path / "mixed.yaml").write_text(yaml.safe_dump({"data": own}))
+    changes = [
+        "--data.replay.init_args.offline.init_args.path=rows",
+        "--data.replay.online.capacity=90",
+        "--data.replay.batch_size=8",
+        "--data.replay.fraction=0.25",
+    ]
+    cli = CollectorCLI(args=[*BORING_RUN, "--config=mixed.yaml", *changes], run=False)
+    mixed = cli.datamodule.replay_buffer
+    assert (mixed.online.capacity, mixed.online.batch_size, mixed.batch_size, mixed.fraction) == (90, 6, 8, 0.25)
+    assert (len(mixed.offline), mixed.offline.batch_size) == (8, 7)
+
+
+def test_transforms_of_a_config_are_replaced_on_the_command_line(tmp_path):
+    transforms = [{"class_path": "lit_collect.NStep", "init_args": {"n": 3, "gamma": 0.99}}]
+    given = {"capacity": 100, "batch_size": 6, "transforms": transforms}
+    own = {"class_path": "lit_collect.CollectorDataModule", "init_args": {"replay": given}}
+    (tmp_path / "replay.yaml").write_text(yaml.safe_dump({"data": own}))
+    change = "--data.replay.transforms=[{class_path: lit_collect.NStep, init_args: {n: 5, gamma: 0.9}}]"
+    cli = CollectorCLI(args=[*BORING_RUN, "--config=replay.yaml", change], run=False)
+    buffer = cli.datamodule.replay_buffer
+    assert [(each.n, each.gamma) for each in buffer.transforms] == [(5, 0.9)]
+    assert (buffer.capacity, buffer.batch_size) == (100, 6)
 
 
 def test_same_seed_on_the_command_line_gives_the_same_weights(lit_collect):
