@@ -170,8 +170,22 @@ def read_rows(path: str | Path) -> tuple[TensorDictBase, dict[str, Any]]:
         raise FrameContractError(
             f"the rows at {path} are no transitions : expected the keys {_NEEDED}, got no {missing}"
         )
-    about = path / ABOUT
-    return rows, json.loads(about.read_text()) if about.is_file() else {}
+    return rows, _about(path / ABOUT)
+
+
+def _about(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        about = json.loads(file.read_text())
+    except ValueError as error:
+        raise LitCollectError(
+            f"{file} cannot be read: {error} : expected JSON that says what the rows beside it are; they can be read "
+            f"without it, so mend it or remove it"
+        ) from error
+    if not isinstance(about, dict):
+        raise LitCollectError(f"{file} does not say what the rows beside it are : expected a JSON object, got {about}")
+    return about
 
 
 def _load(path: Path) -> TensorDictBase:
@@ -193,7 +207,9 @@ def _check_files(folder: Path, count: int) -> None:
             dtype: torch.dtype = getattr(torch, entry["dtype"].removeprefix("torch."))
             needed = count * math.prod(entry["shape"][1:]) * dtype.itemsize
             file = _file_of(folder, name, ".memmap")
-            there = file.stat().st_size if file.is_file() else 0
+            if needed and not file.is_file():
+                raise ValueError(f"{file} is missing, expected {needed} bytes for {count} rows")
+            there = file.stat().st_size if needed else 0
             if there < needed:
                 raise ValueError(f"{file} is cut off, expected {needed} bytes for {count} rows, got {there}")
 

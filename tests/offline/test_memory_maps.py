@@ -100,16 +100,32 @@ def test_rows_are_found_that_were_cut_off_while_being_counted(tmp_path, deep):
 
 
 @pytest.mark.parametrize("name", ["action.memmap", "next/reward.memmap", "next/deep/x.memmap"])
-@pytest.mark.parametrize("bytes_left", [0, 7, None])
+@pytest.mark.parametrize("bytes_left", [0, 7])
 def test_files_that_are_cut_off_are_told_and_not_filled_up(tmp_path, name, bytes_left):
     with RowWriter(tmp_path / "rows", {}) as writer:
         writer.write(rows(0, 5))
     file = tmp_path / "rows" / name
-    file.write_bytes(file.read_bytes()[:bytes_left]) if bytes_left is not None else file.unlink()
-    there = bytes_left or 0
-    with pytest.raises(LitCollectError, match=rf"{name} is cut off, expected \d+ bytes for 5 rows, got {there} "):
+    file.write_bytes(file.read_bytes()[:bytes_left])
+    with pytest.raises(LitCollectError, match=rf"{name} is cut off, expected \d+ bytes for 5 rows, got {bytes_left} "):
         read_rows(tmp_path / "rows")
-    assert (file.stat().st_size if file.is_file() else 0) == there
+    assert file.stat().st_size == bytes_left
+
+
+def test_files_that_are_missing_are_told(tmp_path):
+    with RowWriter(tmp_path / "rows", {}) as writer:
+        writer.write(rows(0, 5))
+    (tmp_path / "rows" / "next" / "reward.memmap").unlink()
+    with pytest.raises(LitCollectError, match=r"next/reward.memmap is missing, expected 20 bytes for 5 rows"):
+        read_rows(tmp_path / "rows")
+
+
+@pytest.mark.parametrize(("text", "words"), [('{"env": "Cart', "cannot be read: "), ("[1]", "expected a JSON object")])
+def test_a_description_that_is_damaged_is_told(tmp_path, text, words):
+    with RowWriter(tmp_path / "rows", {}) as writer:
+        writer.write(rows(0, 5))
+    (tmp_path / "rows" / "lit_collect.json").write_text(text)
+    with pytest.raises(LitCollectError, match=rf"rows/lit_collect.json .*{words}"):
+        read_rows(tmp_path / "rows")
 
 
 def test_full_disk_is_told_and_loses_nothing(tmp_path):
