@@ -4,14 +4,15 @@ import argparse
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from tensordict import TensorDictBase
+from torch.nn.parameter import is_lazy
 
 from lit_collect.collector import Collector
 from lit_collect.config import Exploration, RolloutConfig
@@ -23,6 +24,7 @@ from lit_collect.offline.memory_maps import ABOUT, RowWriter
 from lit_collect.offline.minari import MinariWriter, dataset_id, find_minari, is_minari_id
 from lit_collect.offline.recording import EpisodeRecording, Recording, RowRecording
 from lit_collect.tools.fitted import policy_in
+from lit_collect.tools.interruption import Interruption
 from lit_collect.tools.tables import table, whole
 
 _DESCRIPTION = """\
@@ -71,12 +73,13 @@ class Target:
         target = cls(path=path, minari=chosen == "minari", episodes=given.episodes)
         if target.minari:
             dataset_id(path)
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"--out must be a folder, got the file {path}")
-        if target.is_taken and not given.overwrite:
-            raise ValueError(f"{path} is not empty; give --overwrite to replace what is there, or another --out")
-        if target.is_taken and find_minari(path.absolute()) is None and not (path / ABOUT).is_file():
-            raise ValueError(f"{path} is not replaced : expected data of this command there, got other files")
+        with _to_be_written(path):
+            if path.exists() and not path.is_dir():
+                raise ValueError(f"--out must be a folder, got the file {path}")
+            if target.is_taken and not given.overwrite:
+                raise ValueError(f"{path} is not empty; give --overwrite to replace what is there, or another --out")
+            if target.is_taken and find_minari(path.absolute()) is None and not (path / ABOUT).is_file():
+                raise ValueError(f"{path} is not replaced : expected data of this command there, got other files")
         return target
 
     @property
@@ -92,9 +95,16 @@ class Target:
             rollout: how they are collected.
             env: in plain text.
             spec: the env's own `EnvSpec`, if it has one.
+
+        Raises:
+            ValueError: if there can be no such folder.
         """
-        if self.is_taken:
-            shutil.rmtree(self.path)
+        with _to_be_written(self.path):
+            if self.is_taken:
+                shutil.rmtree(self.path)
+            return self._recording(collector, rollout, env=env, spec=spec)
+
+    def _recording(self, collector: Collector, rollout: RolloutConfig, *, env: str, spec: Any) -> Recording:
         if self.minari:
             writer = MinariWriter(
                 self.path,
@@ -176,7 +186,12 @@ def load_weights(model: Any, path: str) -> None:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise ValueError(f"the checkpoint {path} does not fit {type(model).__name__}: {error}") from error
+        differences = _differences(model.state_dict(), weights) or str(error).splitlines()
+        raise ValueError(
+            f"the checkpoint {path} does not fit {type(model).__name__}: {differences[0]} (the first of "
+            f"{len(differences)} differences) : expected one of the same model and settings; give the config it was "
+            f"trained with"
+        ) from error
 
 
 def batches(collector: Collector, frames: int | None) -> Iterator[TensorDictBase]:
@@ -250,11 +265,14 @@ def run(data: Any, model: Any, given: argparse.Namespace) -> int:
             frames = data.total_frames
             if frames == -1:
                 raise ValueError("nobody says how much to collect : expected --frames, --episodes or data.total_frames")
+        interruption = closing.enter_context(Interruption())
         recording = target.begin(collector, rollout, env=data._source.description, spec=spec)
         closing.callback(recording.close)
         try:
-            record(batches(collector, frames), recording, _PATIENCE * collector.num_envs)
-            cut_off = recording.finish()
+            stream = interruption.until_noted(batches(collector, frames))
+            record(stream, recording, _PATIENCE * collector.num_envs)
+            interrupted = interruption.noted
+            cut_off = 0 if interrupted else recording.finish()
         except KeyboardInterrupt:
             interrupted = True
     print("\n".join(report(target, recording, cut_off)))  # noqa: T201  # the report
@@ -310,6 +328,29 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--overwrite", action="store_true", help="replace data that are there already")
     return options
+
+
+@contextmanager
+def _to_be_written(path: Path) -> Iterator[None]:
+    """Say which folder it is that cannot be written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"--out={path} cannot be written: {error.strerror or error} : expected a folder, or a place where one can "
+            f"be made; give another --out"
+        ) from error
+
+
+def _differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
+    """How the weights of a checkpoint differ from those of a model."""
+    found = [f"{name} is missing" for name in expected if name not in got]
+    found += [f"{name} is unknown" for name in got if name not in expected]
+    for name in (name for name in expected if name in got and not is_lazy(expected[name])):
+        shapes = [list(getattr(weights[name], "shape", ())) for weights in (got, expected)]
+        if shapes[0] != shapes[1]:
+            found.append(f"{name} has shape {shapes[0]} instead of {shapes[1]}")
+    return found
 
 
 def _spec_of(data: CollectorDataModule) -> Any:

@@ -1,7 +1,11 @@
 """What `lit-collect collect` writes."""
 
+import os
 import resource
+import signal
 import sys
+import weakref
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -10,7 +14,8 @@ from tensordict import TensorDict
 
 from lit_collect import CollectorDataModule, OfflineDataModule, RolloutConfig
 from lit_collect.cli import main
-from lit_collect.offline.memory_maps import read_rows
+from lit_collect.offline import memory_maps
+from lit_collect.offline.memory_maps import _set_rows, read_rows
 from lit_collect.testing import BoringRLModule, ConstantPolicy, CountingEnv, FailingEnv
 from lit_collect.tools import collect
 
@@ -75,6 +80,27 @@ def steps_of(rows):
 
 def make_interrupting():
     return FailingEnv("step", at=20, error=KeyboardInterrupt(), lengths=(4,))
+
+
+class Swallowing(CountingEnv):
+    """Step 20 says so, waits for Ctrl-C, and takes it within a callback, which exceptions do not leave."""
+
+    def __init__(self):
+        super().__init__(lengths=(4,))
+        self.steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 20:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            os.write(1, b"waiting\n")
+            while signal.SIGINT not in signal.sigpending():
+                pass
+            held = Swallowing()
+            seen = weakref.ref(held, lambda _: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]))
+            del held
+            assert seen() is None
+        return super().step(action)
 
 
 def make_failing():
@@ -176,6 +202,17 @@ def test_other_files_are_never_replaced(refused, tmp_path):
     assert (tmp_path / "work" / "thesis.txt").read_text() == "all of it"
 
 
+@pytest.mark.parametrize("name", ["rows", "rows-v0"])
+def test_a_place_where_no_folder_can_be_is_refused(refused, tmp_path, name):
+    if name.endswith("v0"):
+        pytest.importorskip("minari")
+    (tmp_path / "file").write_text("all of it")
+    for out in (tmp_path / "file" / name, Path("/proc/nobody") / name, tmp_path / ("x" * 300) / name):
+        words = refused(f"--out={out}", "--frames=16")
+        assert f"--out={out} cannot be written: " in words
+        assert words.endswith("; give another --out")
+
+
 def test_data_stay_until_there_are_others(run, refused, tmp_path):
     out = f"--out={tmp_path / 'rows'}"
     run(out, "--frames=16")
@@ -191,6 +228,40 @@ def test_what_was_written_before_an_interruption_is_there(run, tmp_path, capsys)
     status, said = run(f"--out={tmp_path / 'rows'}", env)
     assert (status, said["frames"]) == (130, "32")
     assert steps_of(read_rows(tmp_path / "rows")[0][:8]) == [divmod(step, 4) for step in range(8)]
+
+
+@pytest.mark.slow
+def test_an_interruption_of_the_process_is_never_lost(start_script, config, tmp_path):
+    script = start_script(f"""
+import sys
+from lit_collect.cli import main
+
+sys.exit(main([
+    "collect", "--config={config}", "--out={tmp_path / "rows"}", "--frames=1000000000", "--data.num_envs=1",
+    "--data.env=tests.tools.test_collect.Swallowing",
+]))
+""")
+    assert any(line == "waiting\n" for line in script.stdout)
+    script.send_signal(signal.SIGINT)
+    out, err = script.communicate(timeout=60.0)
+    assert script.returncode == 130, err
+    assert "frames          32\n" in out
+    assert "Ctrl-C again to stop at once" in err
+    assert "Exception ignored" not in err
+    assert read_rows(tmp_path / "rows")[1]["rows"] == 32
+
+
+def test_rows_are_counted_that_were_being_written_when_it_was_interrupted(run, tmp_path, monkeypatch):
+    def set_rows(path, count):
+        _set_rows(path, count)
+        if count == 32:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(memory_maps, "_set_rows", set_rows)
+    status, said = run(f"--out={tmp_path / 'rows'}")
+    assert (status, said["frames"]) == (130, "32")
+    rows, about = read_rows(tmp_path / "rows")
+    assert len(rows) == about["rows"] == 32
 
 
 def test_what_was_written_before_an_error_is_there(config, tmp_path, capsys):
@@ -227,8 +298,17 @@ def test_wrong_use_is_told(refused, tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     torch.save({"state_dict": {"other": torch.zeros(2)}}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match=r"other.ckpt does not fit BoringRLModule: "):
-        collect.load_weights(BoringRLModule(), str(tmp_path / "other.ckpt"))
+    model = BoringRLModule(torch.nn.Linear(2, 3))
+    weights = model.state_dict()
+    (name, *_) = weights
+    for changed, words in (
+        ({"other": torch.zeros(2)}, rf"{name} is missing \(the first of {1 + len(weights)} differences\)"),
+        ({**weights, "other": torch.zeros(2)}, r"other is unknown \(the first of 1 differences\)"),
+        ({**weights, name: torch.zeros(7)}, rf"{name} has shape \[7\] instead of \[.*\] \(the first of 1 "),
+    ):
+        torch.save({"state_dict": changed}, tmp_path / "other.ckpt")
+        with pytest.raises(ValueError, match=rf"other.ckpt does not fit BoringRLModule: {words}"):
+            collect.load_weights(model, str(tmp_path / "other.ckpt"))
 
 
 @pytest.mark.parametrize(
