@@ -124,12 +124,14 @@ class DQN(OffPolicy):
 
     @override
     def on_fit_start(self) -> None:
-        """See that epsilon can fall.
+        """See that epsilon can fall, if the data module collects; nobody acts with offline data.
 
         Raises:
             ValueError: If it should, but the data module has no frame budget that it could follow.
         """
-        if getattr(self._data_module(), "total_frames", 0) == -1 and self.epsilon_start != self.epsilon_end:
+        data = self._data_module()
+        has_no_end = hasattr(data, "frames_per_batch") and getattr(data, "total_frames", 0) == -1
+        if has_no_end and self.epsilon_start != self.epsilon_end:
             raise ValueError(
                 f"epsilon cannot fall from {self.epsilon_start:g} to {self.epsilon_end:g} : expected a frame budget "
                 f"to follow, got total_frames=-1; set total_frames, or give both the same value"

@@ -8,12 +8,15 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from tensordict import TensorDict
 from torch import nn
 
-from lit_collect import CollectorDataModule, NStep, ReplayConfig, UpdateConfig
+from lit_collect import Collector, CollectorDataModule, NStep, OfflineDataModule, ReplayConfig, UpdateConfig
 from lit_collect.frames import MASK, N_STEPS, WEIGHT
+from lit_collect.offline.episodes import as_rows
+from lit_collect.offline.memory_maps import RowWriter
 from lit_collect.replay import SliceSampler
 from trainers.dqn import DQN
 
@@ -261,6 +264,20 @@ def test_fit_lowers_epsilon_with_the_frames(tmp_path):
 def test_fit_without_a_frame_budget_says_that_epsilon_cannot_fall(tmp_path):
     with pytest.raises(ValueError, match=r"epsilon cannot fall from 1 to 0.05 : expected a frame budget"):
         trainer_in(tmp_path).fit(dqn(), datamodule=Samples(total_frames=-1))
+
+
+def test_fit_from_offline_data_without_an_end_needs_no_budget_as_nobody_acts(tmp_path):
+    with (
+        Collector("CartPole-v1", num_envs=2, frames_per_batch=64, seed=0) as collector,
+        RowWriter(tmp_path / "rows", {}) as writer,
+    ):
+        writer.write(as_rows(collector.collect()))
+    data = OfflineDataModule(str(tmp_path / "rows"), batch_size=8, updates_per_epoch=2, env="CartPole-v1", seed=0)
+    stop = LambdaCallback(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", True))
+    trainer = trainer_in(tmp_path, max_epochs=-1, callbacks=[stop])
+    trainer.fit(DQN(hidden=(8,)), datamodule=data)
+    assert data.total_frames == -1
+    assert trainer.global_step > 0
 
 
 def test_fit_tells_a_prioritized_sampler_how_wrong_each_row_was(tmp_path):
