@@ -7,8 +7,9 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import lightning as L
@@ -35,6 +36,7 @@ _EPILOG = (
 _USAGE = "lit-collect [-c CONFIG] {fit,validate,test,predict,doctor,tune,collect} ..."
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _REFUSALS = (ValueError, TypeError, OSError, ModuleNotFoundError, LitCollectError)  # of a constructor
+_TAKING = ("setup", "load_state_dict")  # where data modules check what could not be checked before
 _ALWAYS_ON = {"weight_sync": WeightSync, "monitor": CollectionMonitor, "progress": FrameProgress}
 
 
@@ -269,16 +271,30 @@ def _own_error(error: BaseException) -> BaseException:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether one of our classes refused a setting while it was made: then the message says it all."""
+    """Whether one of our classes refused a setting: then the message says it all.
+
+    They do so while they are made, when a stage is set up, or as they go on from a checkpoint, and then nobody else's
+    code may have been in between.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    instantiating = any(frame.f_code is CollectorCLI.instantiate_classes.__code__ for frame in frames)
-    return instantiating and _origin(error).partition(".")[0] in ("lit_collect", "trainers")
+    ours = list(takewhile(_is_ours, reversed(frames)))
+    if ours and any(frame.f_code is CollectorCLI.instantiate_classes.__code__ for frame in frames):
+        return True
+    return isinstance(error, (ValueError, TypeError)) and any(frame.f_code.co_name in _TAKING for frame in ours)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return _module(frame).partition(".")[0] in ("lit_collect", "trainers")
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _origin(error: BaseException) -> str:
     """The name of the module that raised an exception."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
+    return _module(frames[-1][0]) if frames else ""
 
 
 def _observation_spec(data: Any) -> dict[str, Any] | None:

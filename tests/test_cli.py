@@ -377,6 +377,25 @@ def test_wrong_setting_is_told_in_its_own_words(argument, words, config, capsys)
     assert words in line
 
 
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--data.replay.capacity=128", "expected capacity=128, got 64"),
+        ("--data.replay.sampler=prioritized", "expected sampler_kind='PrioritizedSampler', got 'UniformSampler'"),
+        ("--data.num_envs=4", "is of 2 env copies, this collector has 4"),
+    ],
+)
+def test_checkpoint_of_other_settings_is_told_in_one_line(argument, words, tmp_path, capsys):
+    replayed = ["fit", *BORING_RUN, "--data.replay={capacity: 64, batch_size: 8}"]
+    cli = CollectorCLI(args=replayed)
+    cli.trainer.save_checkpoint(tmp_path / "end.ckpt")
+    with pytest.raises(SystemExit) as finished:
+        main([*replayed, "--data.total_frames=48", f"--ckpt_path={tmp_path / 'end.ckpt'}", argument])
+    assert finished.value.code == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lit-collect: error: ")]
+    assert words in line
+
+
 @pytest.mark.parametrize("argument", ["--data.frame_per_batch=32", "--monitor.windows=3", "--data.updates.epoches=1"])
 def test_misspelt_option_is_refused(argument, config, capsys):
     with pytest.raises(SystemExit) as finished:
