@@ -15,10 +15,10 @@ from lit_collect.envs.probe import SpaceProbe
 from lit_collect.envs.spaces import describe_space
 from lit_collect.evaluated import EvaluatedDataModule
 from lit_collect.learner import initialise_lazy, policy_of, required_policy
-from lit_collect.offline.sources import OfflineRows, check_spaces, fill, open_offline
+from lit_collect.offline.buffers import OfflineSampling, mark_of
+from lit_collect.offline.sources import OfflineRows, check_spaces, open_offline
 from lit_collect.replay.buffer import ReplayBuffer
-from lit_collect.replay.samplers import Sampler, resolve_sampler
-from lit_collect.replay.settings import check_transforms
+from lit_collect.replay.samplers import Sampler
 from lit_collect.replay.storage import Storage
 from lit_collect.replay.transforms import SampleTransform
 from lit_collect.seeding import Placement, Stage, resolve_entropy
@@ -57,10 +57,11 @@ class OfflineLoader:
 class OfflineDataModule(EvaluatedDataModule):
     """Feeds `Trainer.fit` with samples of rows that were collected before, as a replay buffer would.
 
-    It takes what ``lit-collect collect`` writes, and any Minari data set. The rows are read when the first sample is
-    needed, into a `ReplayBuffer` of their number; nothing is written to it afterwards. Any module that trains on
-    samples of a buffer can be fitted. If it defines ``configure_spaces(observation_spec, action_spec)``, it is told
-    both specs of the data. Each rank of several draws samples of its own from all rows.
+    It takes what ``lit-collect collect`` writes, and any Minari data set. The rows are read when a fit is set up, or
+    when the first sample is needed, into a `ReplayBuffer` of their number; nothing is written to it afterwards. Any
+    module that trains on samples of a buffer can be fitted. If it defines
+    ``configure_spaces(observation_spec, action_spec)``, it is told both specs of the data. Each rank of several draws
+    samples of its own from all rows.
 
     Args:
         path: the folder of a Minari data set or of a memory-mapped TensorDict of rows, or the id of a data set that
@@ -68,9 +69,11 @@ class OfflineDataModule(EvaluatedDataModule):
         batch_size: rows of a sample of one rank, over all of its slices.
         updates_per_epoch: samples of an epoch.
         slice_len: rows of each slice, [batch_size / slice_len, slice_len]; None for single rows.
-        sampler: how rows are chosen: a `Sampler` or its name (see `ReplayBuffer`).
+        sampler: how rows are chosen: a `Sampler` or its name (see `ReplayBuffer`); none that uses rows up.
         transforms: what is done to each sample, for instance `NStep`.
-        storage: where the rows lie: ``"memory"``, or a `Storage`; a mapped one is filled once, and found again.
+        storage: where the rows lie: ``"memory"``, ``"mapped"`` or a `Storage`; a mapped one is filled once, found again
+            by later runs, and shared by the ranks of one machine.
+        storage_path: the folder of ``storage="mapped"``, of this data set alone.
         info_keys: of a Minari data set, which infos become keys of the rows (see `RolloutConfig.info_keys`).
         env: where the policy is evaluated (see `CollectorDataModule`), with the spaces of the data; None for nowhere.
         evaluation: episodes of a validation or test run, on each rank; None for none.
@@ -108,6 +111,7 @@ class OfflineDataModule(EvaluatedDataModule):
         sampler: Sampler | str = "uniform",
         transforms: Sequence[SampleTransform] = (),
         storage: Storage | str = "memory",
+        storage_path: str | None = None,
         info_keys: Sequence[str] = (),
         env: EnvLike | None = None,
         evaluation: EvaluationConfig | None = EvaluationConfig(),
@@ -115,8 +119,14 @@ class OfflineDataModule(EvaluatedDataModule):
     ) -> None:
         super().__init__()
         at_least("updates_per_epoch", updates_per_epoch, 1)
-        at_least("batch_size", batch_size, 1)
-        resolve_sampler(sampler, slice_len=slice_len).check_batch_size(batch_size)
+        self._sampling = OfflineSampling(
+            batch_size=batch_size,
+            slice_len=slice_len,
+            sampler=sampler,
+            storage=storage,
+            storage_path=storage_path,
+            transforms=transforms,
+        )
         if evaluation is not None:
             evaluation = settings(EvaluationConfig, evaluation, "evaluation")
         self.path = path
@@ -124,8 +134,6 @@ class OfflineDataModule(EvaluatedDataModule):
         self._data: OfflineRows = open_offline(path, tuple(info_keys))
         if batch_size > self._data.num_rows and slice_len is None:
             rank_zero_warn(f"batch_size={batch_size} is more than the {self._data.num_rows} rows at {path}")
-        self._slice_len, self._sampler, self._storage = slice_len, sampler, storage
-        self._transforms = check_transforms(transforms)
         self._entropy = resolve_entropy(seed) if seed is not None else None
         self._buffer: ReplayBuffer | None = None
         self._drawn, self._dims = 0, 1  # rows handed out, dimensions of the last sample
@@ -170,23 +178,9 @@ class OfflineDataModule(EvaluatedDataModule):
     def replay_buffer(self) -> ReplayBuffer:
         """The buffer of all rows, filled when it is first asked for."""
         if self._buffer is None:
-            buffer = ReplayBuffer(
-                self._data.num_rows,
-                self.batch_size,
-                sampler=self._sampler,
-                slice_len=self._slice_len,
-                storage=self._storage,
-                transforms=self._transforms,
-                seed=self._place("train").replay_seed,
-            )
-            try:
-                fill(buffer, self._data)
-            except BaseException:
-                buffer.close()
-                raise
-            self._buffer = buffer
+            self._buffer = self._sampling.buffer_of(self._data, self._place("train").replay_seed)
             if self._state is not None:
-                self._go_on_from(buffer, self._state)
+                self._buffer.load_draw_state(self._state)
         return self._buffer
 
     @property
@@ -254,10 +248,11 @@ class OfflineDataModule(EvaluatedDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Tell a module that wants to know about the spaces, and initialise lazy layers of the policy.
+        """Tell a module that wants to know about the spaces, initialise lazy layers of the policy, and read the rows.
 
         Raises:
-            ValueError: if nobody says what the spaces are, or the env has others than the data.
+            ValueError: if nobody says what the spaces are, the env has others than the data, or a mapped storage holds
+                other data.
         """
         if self._probe is not None:
             self._check_env(self._probe)
@@ -274,6 +269,8 @@ class OfflineDataModule(EvaluatedDataModule):
         if stage == "fit" and policy is not None and self._source is not None:
             place = self._place("train")
             initialise_lazy(policy, module, source=self._source, rollout=self._rollout, place=place)
+        if stage == "fit":
+            self.replay_buffer  # noqa: B018  # what does not fit is refused before anything runs
 
     @override
     def train_dataloader(self) -> OfflineLoader:
@@ -285,18 +282,21 @@ class OfflineDataModule(EvaluatedDataModule):
         """Random state and sampler (priorities, for instance), not the rows: these are read again."""
         if self._buffer is None:
             return {"buffer": self._state, "drawn": self._drawn}
-        return {"buffer": {"rows": self.num_rows, **self._buffer.draw_state()}, "drawn": self._drawn}
+        return {"buffer": {**mark_of(self._data), **self._buffer.draw_state()}, "drawn": self._drawn}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Draw on where another run was left.
 
         Raises:
-            ValueError: if it was of other data.
+            ValueError: if it was of other data, or of another sampler.
         """
-        self._state, self._drawn = state_dict["buffer"], state_dict["drawn"]
-        if self._buffer is not None and self._state is not None:
-            self._go_on_from(self._buffer, self._state)
+        state = state_dict["buffer"]
+        if state is not None:
+            self._sampling.check_state(state, self._data)
+        self._state, self._drawn = state, state_dict["drawn"]
+        if self._buffer is not None and state is not None:
+            self._buffer.load_draw_state(state)
 
     def close(self) -> None:
         """Close all envs and the buffer; may be called again."""
@@ -321,14 +321,6 @@ class OfflineDataModule(EvaluatedDataModule):
             check_spaces(self.path, of_data, dict(zip(of_data, map(describe_space, spaces), strict=True)))
         finally:
             probe.close()
-
-    def _go_on_from(self, buffer: ReplayBuffer, state: dict[str, Any]) -> None:
-        if state["rows"] != self.num_rows:
-            raise ValueError(
-                f"the checkpoint is of other offline data : expected {state['rows']} rows, got {self.num_rows} at "
-                f"{self.path}"
-            )
-        buffer.load_draw_state(state)
 
     def _acting_policy(self) -> Any:
         return required_policy(None if self.trainer is None else self.trainer.lightning_module)

@@ -236,9 +236,11 @@ class MinariRows:
 
     def __init__(self, path: str | Path, info_keys: Sequence[str] = ()) -> None:
         minari = _minari()
-        self.path = find_minari(path)
-        if self.path is None:
+        folder = find_minari(path)
+        if folder is None:
             raise FileNotFoundError(f"there is no Minari data set at {path}; Minari's own command can download one")
+        self.path = folder
+        """Where its files lie."""
         try:
             self._dataset = minari.MinariDataset(self.path)
         except (OSError, ValueError, KeyError, AssertionError, gymnasium.error.Error) as error:

@@ -1,18 +1,16 @@
-"""Offline data in any format as batches of rows, and as a replay buffer."""
+"""Offline data in any format as batches of rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
 
+from lit_collect.offline.digests import digest_of
 from lit_collect.offline.memory_maps import read_rows
 from lit_collect.offline.minari import MinariRows, find_minari
-from lit_collect.replay.buffer import ReplayBuffer
-from lit_collect.replay.samplers import Sampler
-from lit_collect.replay.storage import Storage
-from lit_collect.replay.transforms import SampleTransform
 
 _ROWS = 4096  # of one batch
 
@@ -20,12 +18,18 @@ _ROWS = 4096  # of one batch
 class OfflineRows(Protocol):
     """Rows on disk."""
 
+    path: Path
+    """Where."""
     num_rows: int
     """All of them."""
     observation_spec: dict[str, Any] | None
     """The observation space as plain data, if it is known."""
     action_spec: dict[str, Any] | None
     """The action space as plain data, if it is known."""
+
+    @property
+    def digest(self) -> str:
+        """What tells these rows from others, wherever they lie (see `digest_of`)."""
 
     def batches(self) -> Iterator[TensorDictBase]:
         """All rows in the order of writing, [M] at a time."""
@@ -43,10 +47,16 @@ class MappedRows:
     """
 
     def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
         self.rows, about = read_rows(path)
         self.num_rows = len(self.rows)
         self.observation_spec: dict[str, Any] | None = about.get("observation_spec")
         self.action_spec: dict[str, Any] | None = about.get("action_spec")
+
+    @cached_property
+    def digest(self) -> str:
+        """See `OfflineRows.digest`."""
+        return digest_of(self.path, "*.memmap")
 
     def batches(self) -> Iterator[TensorDictBase]:
         """Some thousand rows at a time, mapped."""
@@ -63,10 +73,16 @@ class MinariBatches:
     """
 
     def __init__(self, path: str | Path, info_keys: Sequence[str] = ()) -> None:
-        self._data = MinariRows(path, info_keys)
+        self._data, self._info_keys = MinariRows(path, info_keys), tuple(info_keys)
+        self.path = self._data.path
         self.num_rows = self._data.num_rows
         self.observation_spec: dict[str, Any] | None = self._data.observation_spec
         self.action_spec: dict[str, Any] | None = self._data.action_spec
+
+    @cached_property
+    def digest(self) -> str:
+        """See `OfflineRows.digest`; infos that are read make other rows."""
+        return digest_of(self.path, "*", *self._info_keys)
 
     def batches(self) -> Iterator[TensorDictBase]:
         """Whole episodes, some thousand rows at a time."""
@@ -89,11 +105,14 @@ def open_offline(path: str | Path, info_keys: Sequence[str] = ()) -> OfflineRows
         info_keys: of a Minari data set, which infos and texts become keys of the rows (see `RolloutConfig.info_keys`).
 
     Raises:
+        TypeError: if the path is none.
         FileNotFoundError: if there is nothing.
         ValueError: if it is something else, or holds no rows.
         ModuleNotFoundError: if Minari is needed and not installed.
         LitCollectError: if it cannot be read.
     """
+    if not isinstance(path, str | Path):
+        raise TypeError(f"path must be the folder of offline data or the id of a Minari data set, got {path!r}")
     folder = Path(path)
     if find_minari(folder) is not None:
         found: OfflineRows = MinariBatches(folder, info_keys)
@@ -118,51 +137,6 @@ def open_offline(path: str | Path, info_keys: Sequence[str] = ()) -> OfflineRows
     return found
 
 
-def offline_buffer(
-    path: str,
-    batch_size: int = 256,
-    *,
-    sampler: Sampler | str = "uniform",
-    slice_len: int | None = None,
-    storage: Storage | str = "memory",
-    storage_path: str | None = None,
-    transforms: Sequence[SampleTransform] = (),
-    info_keys: Sequence[str] = (),
-    seed: int | None = None,
-) -> ReplayBuffer:
-    """A replay buffer of offline rows, for instance as a part of a `MixedBuffer`.
-
-    Args:
-        path: see `open_offline`.
-        batch_size: rows of a sample.
-        sampler: see `ReplayBuffer`.
-        slice_len: see `ReplayBuffer`.
-        storage: where the rows lie; a mapped one is filled once, and found again.
-        storage_path: the folder of ``storage="mapped"``.
-        transforms: what is done to each sample.
-        info_keys: see `open_offline`.
-        seed: of the samples.
-
-    Raises:
-        FileNotFoundError: if there is nothing at the path.
-        ValueError: if it is no data, or settings do not fit.
-        FrameContractError: if the rows do not fit each other.
-    """
-    data = open_offline(path, info_keys)
-    buffer = ReplayBuffer(
-        data.num_rows,
-        batch_size,
-        sampler=sampler,
-        slice_len=slice_len,
-        storage=storage,
-        path=storage_path,
-        transforms=transforms,
-        seed=seed,
-    )
-    fill(buffer, data)
-    return buffer
-
-
 def check_spaces(path: str | Path, of_data: Mapping[str, Any], of_env: Mapping[str, Any]) -> None:
     """Raise unless an env has the spaces of the data, but for bounds and dtypes.
 
@@ -181,27 +155,6 @@ def check_spaces(path: str | Path, of_data: Mapping[str, Any], of_env: Mapping[s
                 f"the env has another {found[0]} than the rows at {path} : expected {found[1]}, got {found[2]}; give "
                 f"the env that they were collected in"
             )
-
-
-def fill(buffer: ReplayBuffer, data: OfflineRows) -> None:
-    """Write all rows into a buffer, unless they are there.
-
-    Args:
-        buffer: with a capacity of as many rows.
-        data: the rows.
-
-    Raises:
-        ValueError: if the buffer holds other rows, or some of them.
-    """
-    if buffer.write_count == data.num_rows:
-        return
-    if buffer.write_count:
-        raise ValueError(
-            f"the storage holds {buffer.write_count} rows of another time : expected none, or the {data.num_rows} of "
-            f"the data; give it a folder of its own"
-        )
-    for batch in data.batches():
-        buffer.extend(batch)
 
 
 def _difference(name: str, expected: Mapping[str, Any], got: Mapping[str, Any]) -> tuple[str, str, str] | None:

@@ -135,7 +135,12 @@ class MappedStorage(FileStorage):
         self.path = Path(path).absolute()
         """The folder."""
 
-    def _open_file(self) -> int:
+    def make_folder(self) -> None:
+        """Make the folder, if it is missing.
+
+        Raises:
+            ValueError: if there is a file at the path.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
@@ -143,6 +148,9 @@ class MappedStorage(FileStorage):
                 f"the path of a mapped storage is no folder : expected a folder, or a path that is free, got a file at "
                 f"{error.filename}; choose another path"
             ) from error
+
+    def _open_file(self) -> int:
+        self.make_folder()
         return os.open(self.path / "rows.bin", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def _free_bytes(self) -> int:

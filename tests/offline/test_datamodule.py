@@ -180,10 +180,21 @@ def test_a_state_of_other_data_is_refused(counted_rows):
     data = OfflineDataModule(str(counted_rows), batch_size=8, seed=0)
     data.sample()
     state = data.state_dict()
-    state["buffer"]["rows"] = 47
-    with pytest.raises(ValueError, match="expected 47 rows, got 48"):
-        data.load_state_dict(state)
     data.close()
+    for change, words in (({"rows": 47}, "expected 47 rows, got 48"), ({"digest": "0"}, "expected the same 48 rows")):
+        with pytest.raises(ValueError, match=f"of other offline data : {words}.* at .*counted"):
+            data.load_state_dict({**state, "buffer": {**state["buffer"], **change}})
+    data.load_state_dict(state)
+
+
+def test_a_state_of_another_sampler_is_refused_before_a_sample_is_drawn(counted_rows):
+    data = OfflineDataModule(str(counted_rows), batch_size=8, seed=0)
+    data.sample()
+    state = data.state_dict()
+    data.close()
+    other = OfflineDataModule(str(counted_rows), batch_size=8, sampler="prioritized", seed=0)
+    with pytest.raises(ValueError, match="not that of a buffer with a PrioritizedSampler"):
+        other.load_state_dict(state)
 
 
 def test_fitting_twice_goes_on(counted_rows):
@@ -228,11 +239,14 @@ def test_offline_and_collected_rows_come_in_one_sample(counted_rows):
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def test_the_command_line_trains_from_a_config(counted_rows, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def config(counted_rows, tmp_path, monkeypatch):
+    """A config of a run of three samples."""
     monkeypatch.setattr(sys, "argv", ["lit-collect"])
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
     config = {
         "seed_everything": 1,
-        "trainer": {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_model_summary": False},
+        "trainer": {"accelerator": "cpu", "max_epochs": 1, **quiet},
         "model": {"class_path": "lit_collect.testing.BoringRLModule"},
         "data": {
             "class_path": "lit_collect.OfflineDataModule",
@@ -247,18 +261,67 @@ def test_the_command_line_trains_from_a_config(counted_rows, tmp_path, monkeypat
     }
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config))
-    assert main(["fit", f"--config={path}"]) == 0
+    return path
+
+
+@pytest.fixture
+def refused(config, capsys):
+    """Run the command, which refuses a setting; what it says."""
+
+    def refused(*options):
+        with pytest.raises(SystemExit) as error:
+            main(["fit", f"--config={config}", *options])
+        assert error.value.code == 2
+        [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lit-collect: error: ")]
+        return line
+
+    return refused
+
+
+def test_the_command_line_trains_from_a_config(config, capsys):
+    assert main(["fit", f"--config={config}"]) == 0
     assert "frames          24" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as refused:
-        main(["fit", f"--config={path}", f"--data.path={tmp_path / 'nothing'}"])
-    assert refused.value.code == 2
-    assert capsys.readouterr().err.startswith("lit-collect: error: there is no offline data at")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--data.path=nothing", "there is no offline data at nothing"),
+        ("--data.slice_len=4", "NStep works on single rows"),
+        ("--data.storage=mapped", "got storage='mapped' and storage_path=None"),
+        ("--data.env=Pendulum-v1", "the env has another action space than the rows at"),
+    ],
+)
+def test_a_refused_setting_is_one_line_on_the_command_line(refused, option, words):
+    assert words in refused("--data.sampler=uniform", "--data.evaluation=null", option)
+
+
+def test_a_checkpoint_of_another_sampler_is_one_line_on_the_command_line(config, refused, tmp_path):
+    save = {"class_path": "tests.offline.test_datamodule.Keeper", "init_args": {"path": "kept.ckpt", "step": 2}}
+    main(["fit", f"--config={config}", f"--trainer.callbacks={save}"])
+    words = refused("--ckpt_path=kept.ckpt", "--data.sampler=without_replacement")
+    assert "not that of a buffer with a WithoutReplacementSampler" in words
+
+
+class Careless(Learner):
+    """Calls something of ours in a wrong way: only the traceback says where."""
+
+    def configure_spaces(self, observation_spec, action_spec):
+        NStep(n=0, gamma=0.5)
+
+
+def test_an_error_of_a_module_that_is_set_up_keeps_its_traceback(config):
+    with pytest.raises(ValueError, match="n must be"):
+        main(["fit", f"--config={config}", "--model=tests.offline.test_datamodule.Careless"])
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_data_is_refused(tmp_path):
+    for path in (None, 3):
+        with pytest.raises(TypeError, match=f"path must be the folder of offline data .*, got {path}"):
+            OfflineDataModule(path)
     with pytest.raises(FileNotFoundError, match="`lit-collect collect` makes both"):
         OfflineDataModule(str(tmp_path / "nothing"))
     (tmp_path / "thesis").mkdir()
