@@ -395,10 +395,9 @@ def _padded(columns: Columns, lengths: np.ndarray) -> TensorDict:
 
 def _labelled(columns: Columns, mask: np.ndarray, lengths: np.ndarray, names: list[str | None]) -> TensorDict:
     """A batch with mask and lengths, which have its shape already."""
-    batch = _as_batch(columns, mask.shape, names)
-    device = batch.get(TRAJ_IDS).device
-    batch.set(MASK, torch.from_numpy(mask).to(device))
-    return batch.set(LENGTHS, torch.from_numpy(lengths).to(device))
+    device = getattr(columns[TRAJ_IDS], "device", "cpu")
+    told = {MASK: torch.from_numpy(mask).to(device), LENGTHS: torch.from_numpy(lengths).to(device)}
+    return _as_batch({**columns, **told}, mask.shape, names)
 
 
 def _as_batch(columns: Columns, shape: tuple[int, ...], names: list[str | None]) -> TensorDict:
