@@ -6,6 +6,7 @@ import signal
 import sys
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
@@ -261,13 +262,22 @@ _COMMANDS = {"doctor": _doctor, "tune": _tune, "collect": _collect}
 
 def _own_error(error: BaseException) -> BaseException:
     """The exception that a constructor raised, within what jsonargparse wrapped around it."""
-    inner: BaseException | None = error
-    while inner is not None:
+    waiting = deque([error])
+    while waiting:
+        inner = waiting.popleft()
         origin = _origin(inner)
         if origin and not origin.startswith("jsonargparse"):
             return inner
-        inner = inner.__cause__ or inner.__context__
+        waiting.extend(_within(inner))
     return error
+
+
+def _within(error: BaseException) -> list[BaseException]:
+    """What an exception came from; of several types that a value may be of, what each of them said of it."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    # jsonargparse chains only what the first type said; the others are with whoever raised
+    tried = frames[-1][0].f_locals.get("exceptions", ()) if frames else ()
+    return [each for each in (*tried, error.__cause__ or error.__context__) if isinstance(each, BaseException)]
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -367,6 +367,9 @@ def test_several_configs_are_laid_over_each_other(config, capsys, tmp_path):
         ("--data.env=tests.tools.envs.Spaceless", "has no observation_space : expected a gymnasium.Space, got None"),
         ("--data.env=tests.tools.envs.makes_nothing", "made no env for copy 0 : expected gymnasium.Env"),
         ("--data.backend=ray", "'ray' is not in this version"),
+        ("--data.replay={capacity: 64, batch_size: 20, slice_len: 8}", "batch_size must be a multiple of slice_len=8"),
+        ("--data.replay={capacity: 64, sampler: nope}", "sampler must be one of uniform, "),
+        ("--data.replay={class_path: lit_collect.ReplayBuffer, init_args: {capacity: 0}}", "at least 1, got 0"),
     ],
 )
 def test_wrong_setting_is_told_in_its_own_words(argument, words, config, capsys):
