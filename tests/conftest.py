@@ -42,6 +42,8 @@ CACHES = {".pytest_cache", ".mypy_cache", ".ruff_cache", "__pycache__"}
 collect_ignore = ["benchmarks"]  # scripts run by hand; their peers are not installed here
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a job in the background, and then of all it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _parents() -> dict[int, int]:
