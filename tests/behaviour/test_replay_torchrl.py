@@ -69,5 +69,5 @@ def test_priorities_reach_a_buffer_of_torchrl(learner, trainer_with):
     replay = data.TensorDictReplayBuffer(storage=data.LazyTensorStorage(1000), sampler=Noting(), batch_size=64)
     trainer_with(max_epochs=-1).fit(Prioritizing(), datamodule=data_of(replay))
     told = Noting.told >= 0
-    assert told.sum() > 300
+    assert told.sum() > 200  # of 320; those that came last are seldom drawn
     assert torch.equal(Noting.told[told], replay[:]["observation"][told[:320], 2])
