@@ -12,7 +12,7 @@ from lit_collect.config import at_least
 from lit_collect.offline.sources import OfflineRows, open_offline
 from lit_collect.replay.buffer import ReplayBuffer
 from lit_collect.replay.mapped import MappedStorage
-from lit_collect.replay.names import resolve_storage
+from lit_collect.replay.names import check_path, resolve_storage
 from lit_collect.replay.samplers import Sampler, resolve_sampler
 from lit_collect.replay.settings import check_fit, check_transforms
 from lit_collect.replay.staleness import ConsumingSampler
@@ -56,11 +56,7 @@ class OfflineSampling:
                 "sampler='consuming' uses rows up, and offline data get no new ones : expected a sampler that goes on, "
                 "such as 'without_replacement', got a ConsumingSampler"
             )
-        if (self.storage == "mapped") != (self.storage_path is not None):
-            raise ValueError(
-                f"storage_path is the folder of storage='mapped' : expected both or neither, got storage="
-                f"{self.storage!r} and storage_path={self.storage_path!r}"
-            )
+        check_path("storage_path", self.storage, self.storage_path)
         storage = resolve_storage(self.storage, self.storage_path)
         check_fit(sampler, resolve_writer("ring"), storage, check_transforms(self.transforms), compact_obs=False)
 

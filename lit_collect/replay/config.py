@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lit_collect.config import at_least, nearest_multiples, one_of
 from lit_collect.replay.buffer import ReplayBuffer
-from lit_collect.replay.names import resolve_storage
+from lit_collect.replay.names import check_path, resolve_storage
 from lit_collect.replay.samplers import Sampler, resolve_sampler
 from lit_collect.replay.settings import check_fit, check_slices, check_transforms
 from lit_collect.replay.storage import MemoryStorage, Storage
@@ -82,11 +82,7 @@ class ReplayConfig:
             object.__setattr__(self, "path", str(folder))
         elif folder is not None and not isinstance(folder, str):
             raise TypeError(f"replay.path must be the path of a folder or None, got {folder!r}")
-        if (self.storage == "mapped") != (self.path is not None):
-            raise ValueError(
-                f"replay.path is the folder of storage='mapped' : expected both or neither, got storage="
-                f"{self.storage!r} and path={self.path!r}"
-            )
+        check_path("replay.path", self.storage, self.path)
         given: object = self.transforms  # YAML gives lists
         if not isinstance(given, (tuple, list)):
             raise TypeError(f"replay.transforms must be a sequence, got {given!r}; use a tuple")

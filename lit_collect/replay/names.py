@@ -33,3 +33,21 @@ def resolve_storage(storage: str | Storage, path: str | Path | None = None) -> S
     if storage not in kinds:
         raise ValueError(f"storage is unknown : expected 'memory', 'shared' or 'mapped', got {storage!r}")
     return kinds[storage]()
+
+
+def check_path(name: str, storage: Storage | str, path: str | None) -> None:
+    """Raise unless a folder is given for a mapped storage, and for no other.
+
+    Args:
+        name: of the setting of the folder, for messages.
+        storage: as it was given.
+        path: the folder or None.
+
+    Raises:
+        ValueError: then.
+    """
+    if (storage == "mapped") != (path is not None):
+        raise ValueError(
+            f"{name} is the folder of storage='mapped' : expected both or neither, got storage={storage!r} and "
+            f"{name.rpartition('.')[2]}={path!r}"
+        )
